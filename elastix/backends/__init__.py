@@ -1,0 +1,69 @@
+"""What elastix needs of the devices it runs on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from enum import StrEnum
+from typing import Any, Protocol
+
+from elastix.snapshots import HostCopy
+
+
+class Health(StrEnum):
+    """What a slice's canary tells: intact, gone though the slice answers, or no answer."""
+
+    UP = "up"
+    EMPTIED = "emptied"
+    DOWN = "down"
+
+
+class Backend(Protocol):
+    """Slices of devices, their health, their host memory and a clock.
+
+    Failures surface as `jax.errors.JaxRuntimeError` from `check` and `read`, or from JAX itself.
+    """
+
+    name: str
+    devices: Mapping[int, Sequence[Any]]
+    """The devices of each slice."""
+
+    def now(self) -> float:
+        """Seconds since the backend began."""
+        ...
+
+    def idle(self, seconds: float) -> None:
+        """Let up to `seconds` pass while nothing trains; may return early."""
+        ...
+
+    def probe(self, slices: Iterable[int]) -> dict[int, Health]:
+        """Read the canary of each slice. Compiles nothing."""
+        ...
+
+    def admit(self, slices: Iterable[int]) -> None:
+        """Write a canary on slices that are about to hold state."""
+        ...
+
+    def check(self, slices: Iterable[int]) -> None:
+        """Raise if work dispatched to these slices would fail at once."""
+        ...
+
+    def dispatched(self, step: int, slices: Iterable[int]) -> None:
+        """A step was dispatched to these slices."""
+        ...
+
+    def committed(self, step: int) -> None:
+        """A step was committed."""
+        ...
+
+    def read(self, results: Any, slices: Iterable[int]) -> Any:
+        """Wait for results and bring them to the host, as values that share no device memory."""
+        ...
+
+    def host_memory(self, slice_id: int) -> dict[int, HostCopy]:
+        """The host memory of a slice: its snapshots by step. Empty after the slice died."""
+        ...
+
+
+def slices_of(health: Mapping[int, Health], *kinds: Health) -> frozenset[int]:
+    """The slices found in one of these conditions."""
+    return frozenset(s for s, h in health.items() if h in kinds)

@@ -1,0 +1,261 @@
+"""CPU devices grouped into slices that can be lost and returned, by a script.
+
+A lost slice's memory is really gone: once nothing is in flight, the shards of all live JAX arrays
+on its devices are overwritten, and so are the host snapshots it held. Code that reads them gets
+NaN (integers: -1). Losses surface as `JaxRuntimeError("DATA_LOSS: ...")`, where they would on
+Pathways: when a result is read, or at a dispatch.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import time
+from collections.abc import Iterable, Sequence
+from typing import Any, Protocol
+
+import jax
+import numpy as np
+
+from elastix.backends import Health
+from elastix.faults import Fault, Lose, Script, validate
+from elastix.snapshots import HostCopy
+
+_CANARY = 0x5EED
+_POISON = 0xFF
+
+
+class Clock(Protocol):
+    """Seconds, and how they pass."""
+
+    def now(self) -> float: ...
+
+    def sleep(self, seconds: float) -> None: ...
+
+
+class RealClock:
+    """The machine's monotonic clock, from 0."""
+
+    def __init__(self) -> None:
+        self._start = time.monotonic()
+
+    def now(self) -> float:
+        return time.monotonic() - self._start
+
+    def sleep(self, seconds: float) -> None:
+        time.sleep(seconds)
+
+
+class VirtualClock:
+    """A clock that passes only while somebody sleeps: no test waits."""
+
+    def __init__(self) -> None:
+        self._now = 0.0
+
+    def now(self) -> float:
+        return self._now
+
+    def sleep(self, seconds: float) -> None:
+        self._now += seconds
+
+
+class SimulatedBackend:
+    """Slices of CPU devices, with a fault script.
+
+    Args:
+        num_slices: slices, numbered from 0.
+        devices_per_slice: CPU devices in each.
+        faults: what is lost and returned, and when.
+        clock: real by default; a `VirtualClock` makes waiting free.
+
+    Raises:
+        ValueError: JAX has fewer CPU devices than that.
+    """
+
+    name = "simulated"
+
+    def __init__(
+        self,
+        num_slices: int = 4,
+        devices_per_slice: int = 2,
+        faults: Sequence[Fault] = (),
+        clock: Clock | None = None,
+    ):
+        devices = _cpu_devices(num_slices * devices_per_slice)
+        self.devices = {
+            s: tuple(devices[s * devices_per_slice : (s + 1) * devices_per_slice])
+            for s in range(num_slices)
+        }
+        self._clock = clock or RealClock()
+        self.script = Script(faults)
+        self._faults = tuple(faults)
+        self._dead: dict[int, str] = {}
+        """Lost slices, and where the loss surfaces: at the next `dispatch`, or at a `read`."""
+        self._memory: dict[int, dict[int, HostCopy]] = {s: {} for s in self.devices}
+        self._canaries: dict[int, list[jax.Array]] = {}
+        self.admit(self.devices)
+
+    def validate(self, num_steps: int) -> None:
+        """Refuse a fault script that cannot happen in a run of so many steps."""
+        validate(self._faults, self.devices, num_steps)
+
+    # --- time -------------------------------------------------------------------------------
+
+    def now(self) -> float:
+        return self._clock.now()
+
+    def idle(self, seconds: float) -> None:
+        event_in = self.script.next_return_in(self.now())
+        if event_in is not None:
+            seconds = min(seconds, event_in)
+        before = self.now()
+        self._clock.sleep(seconds)
+        self.script.idled(self.now() - before)
+        self._strike_timed()
+        self._bring_back(self.script.returns_due())
+
+    def dispatched(self, step: int, slices: Iterable[int]) -> None:
+        self._strike(self.script.dispatched(step))
+
+    def committed(self, step: int) -> None:
+        self._bring_back(self.script.committed(step, self.now()))
+        self._strike_timed()
+
+    # --- health -----------------------------------------------------------------------------
+
+    def probe(self, slices: Iterable[int]) -> dict[int, Health]:
+        return {s: self._health(s) for s in slices}
+
+    def _health(self, slice_id: int) -> Health:
+        if slice_id in self._dead:
+            return Health.DOWN
+        intact = all(int(np.asarray(c)) == _CANARY for c in self._canaries[slice_id])
+        return Health.UP if intact else Health.EMPTIED
+
+    def admit(self, slices: Iterable[int]) -> None:
+        for slice_id in slices:
+            if self._canaries.get(slice_id) and self._health(slice_id) is Health.UP:
+                continue
+            self._canaries[slice_id] = [
+                jax.device_put(np.array(_CANARY, np.int32), d) for d in self.devices[slice_id]
+            ]
+
+    def check(self, slices: Iterable[int]) -> None:
+        self._strike_timed()
+        noticed = [s for s in slices if s in self._dead and self._dead[s] != "read"]
+        if noticed:
+            raise _data_loss(noticed, "dispatch")
+
+    def read(self, results: Any, slices: Iterable[int]) -> Any:
+        ids = tuple(slices)
+        self._raise_if_dead(ids)
+        values = jax.tree.map(lambda x: np.array(x, copy=True), jax.device_get(results))
+        self._raise_if_dead(ids)
+        return values
+
+    def _raise_if_dead(self, slices: Sequence[int]) -> None:
+        dead = [s for s in slices if s in self._dead]
+        if dead:
+            raise _data_loss(dead, "reading a result")
+
+    def host_memory(self, slice_id: int) -> dict[int, HostCopy]:
+        return self._memory[slice_id]
+
+    # --- faults -----------------------------------------------------------------------------
+
+    def lose(self, slice_id: int, surfaces: str = "dispatch") -> None:
+        """Kill a slice: what its devices and its host memory hold is overwritten."""
+        self._dead[slice_id] = surfaces
+        self._wipe(slice_id)
+
+    def give_back(self, slice_id: int) -> None:
+        """Return a slice, with empty memory."""
+        self._wipe(slice_id)
+        self._memory[slice_id].clear()
+        self._dead.pop(slice_id, None)
+
+    def _strike(self, losses: Iterable[Lose]) -> None:
+        for fault in losses:
+            if fault.slice not in self._dead:
+                self.lose(fault.slice, fault.surfaces)
+                self.script.struck(fault)
+
+    def _bring_back(self, returns: Iterable[Fault]) -> None:
+        for fault in returns:
+            if fault.slice in self._dead:
+                self.give_back(fault.slice)
+                self.script.struck(fault)
+
+    def _strike_timed(self) -> None:
+        for fault in self.script.timed_due(self.now()):
+            if isinstance(fault, Lose):
+                self._strike([fault])
+            else:
+                self._bring_back([fault])
+
+    def _wipe(self, slice_id: int) -> None:
+        overwrite(jax.live_arrays(), self.devices[slice_id])
+        for copy in self._memory[slice_id].values():
+            for array in copy.arrays():
+                array.reshape(-1).view(np.uint8)[:] = _POISON
+
+
+def overwrite(arrays: Sequence[jax.Array], devices: Sequence[Any]) -> None:
+    """Overwrite the shards of `arrays` on `devices`, once nothing is in flight.
+
+    Raises:
+        RuntimeError: a buffer there is shared with another slice, so that its loss cannot be
+            simulated without harming the other.
+    """
+    live = [a for a in arrays if not a.is_deleted()]
+    jax.block_until_ready(live)
+    doomed, kept = {}, set()
+    for array in live:
+        for shard in array.addressable_shards:
+            if shard.data.nbytes == 0:
+                continue
+            data = _raw(shard.data)
+            pointer = data.unsafe_buffer_pointer()
+            if shard.device in devices:
+                doomed[pointer] = (data.nbytes, array)
+            else:
+                kept.add(pointer)
+    for pointer, (nbytes, array) in doomed.items():
+        if pointer in kept:
+            raise RuntimeError(
+                f"an array of shape {array.shape} shares one buffer between slices: "
+                "make it with a copy for each device"
+            )
+        ctypes.memset(pointer, _POISON, nbytes)
+
+
+def _raw(array: jax.Array) -> jax.Array:
+    typed = jax.dtypes.issubdtype(array.dtype, jax.dtypes.prng_key)
+    return jax.random.key_data(array) if typed else array
+
+
+def _data_loss(slices: Sequence[int], where: str) -> jax.errors.JaxRuntimeError:
+    names = ", ".join(map(str, slices))
+    return jax.errors.JaxRuntimeError(f"DATA_LOSS: slice {names} is gone ({where})")
+
+
+def simulate_devices(count: int) -> None:
+    """Give JAX `count` CPU devices. To be called before JAX is used.
+
+    Raises:
+        ValueError: JAX is in use already, with fewer.
+    """
+    try:
+        jax.config.update("jax_num_cpu_devices", count)
+    except RuntimeError:
+        _cpu_devices(count)
+
+
+def _cpu_devices(count: int) -> list[Any]:
+    devices = jax.devices("cpu")
+    if len(devices) < count:
+        raise ValueError(
+            f"{count} CPU devices are needed and JAX has {len(devices)}: call "
+            f"elastix.simulate_devices({count}) before JAX is used, or set "
+            f"XLA_FLAGS=--xla_force_host_platform_device_count={count}"
+        )
+    return devices[:count]

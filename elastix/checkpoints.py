@@ -1,0 +1,390 @@
+"""The durable tier: whole train states on disk, written by Orbax, verified byte for byte on load.
+
+Orbax gives the atomic commit (a temporary directory, renamed when complete) but no checksum on
+array data. So each leaf gets one here, and their table, with the caller's metadata, is sealed by
+another.
+
+All leaves travel as ONE flat uint8 array. With an array per leaf, the first read or write to fail
+closes Orbax's event loop over the others: those then print errors from foreign threads, and bring
+a removed temporary directory back. And every dtype, 0-d, empty or NaN leaf is just bytes.
+
+For the same reason this uses Orbax's free functions: a `Checkpointer` opens all sibling steps, so
+one rotten metadata file in an old step would make every later save fail.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import itertools
+import json
+import logging
+import math
+import os
+import re
+import shutil
+import zlib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+import ml_dtypes
+import numpy as np
+import orbax.checkpoint
+from orbax.checkpoint import v1 as ocp
+
+FORMAT_VERSION = 1
+
+_ALIGN = 64  # bytes; leaves are views into the loaded array, so each starts at a cache line
+_CHUNK = 64 << 20  # bytes; bounds what a load needs beyond the state itself
+_TMP = ".orbax-checkpoint-tmp"
+_STEP = re.compile(r"0|[1-9][0-9]*")
+_TEMPORARY = re.compile(rf"({_STEP.pattern}){re.escape(_TMP)}(-.*)?")
+_SET_ASIDE = re.compile(rf"set-aside-({_STEP.pattern})-({_STEP.pattern})")
+_NUMPY = frozenset(np.dtype(code).name for code in "?bhiqBHIQefdFD")  # bool to complex128
+# What says more about this process than about the checkpoint it reads.
+_HERE = tuple(map(os.strerror, (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EACCES)))
+
+
+class CheckpointError(ValueError):
+    """A checkpoint could not be written, read or trusted: one line with step, leaf or file."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(" ".join(message.split()))
+
+
+class UnreadableHereError(CheckpointError):
+    """The checkpoint may be good, but not for this process: newer format, no memory, no access."""
+
+
+class Checkpoint(NamedTuple):
+    """A verified checkpoint: its step, host arrays by path, and the caller's metadata."""
+
+    step: int
+    leaves: dict[str, np.ndarray]
+    metadata: dict[str, object]
+
+
+class SetAside(NamedTuple):
+    """A checkpoint taken out of use but kept: its step, where it lies now, and why."""
+
+    step: int
+    path: Path
+    why: str
+
+
+class CheckpointStore:
+    """Checkpoints of one run under `root`, one directory a step; all calls block, one at a time.
+
+    Only one live store may write to a root: opening one removes unfinished saves. `keep` is the
+    number of newest steps that survive a save. Raises ValueError if `root` cannot be created or
+    written, or `keep` < 1.
+    """
+
+    def __init__(self, root: Path, *, keep: int) -> None:
+        if keep < 1:
+            raise ValueError(f"keep={keep}: at least 1 checkpoint must be kept")
+        self.root, self.keep, self._context = Path(root).absolute(), keep, _orbax_context()
+        try:
+            self.root.mkdir(parents=True, exist_ok=True)
+            for path in self._temporaries():
+                shutil.rmtree(path)
+            probe = self.root / ".elastix-probe"
+            probe.write_bytes(b"probe")
+            probe.unlink()
+        except OSError as error:
+            raise ValueError(f"checkpoints cannot be written to {self.root}: {error}") from error
+
+    def steps(self) -> tuple[int, ...]:
+        """The steps that were committed, ascending; whether they are good only a load can tell."""
+        with _explained(f"{self.root} cannot be listed"):
+            # Orbax takes any directory with a number for a checkpoint, an empty one too.
+            found = [p for p in self.root.iterdir() if _STEP.fullmatch(p.name) and p.is_dir()]
+            return tuple(sorted(int(path.name) for path in found if any(path.iterdir())))
+
+    def metadata(self, step: int) -> dict[str, object]:
+        """The caller's metadata, and under "checkpoint" our own, without reading the leaves.
+
+        "checkpoint" holds format_version, step and leaves: path, dtype, shape, bytes, offset and
+        crc32 (zlib, of the little-endian C-order bytes) of each. Raises CheckpointError.
+        """
+        document = self._document(step)
+        return {**document["metadata"], "checkpoint": document["checkpoint"]}
+
+    def save(
+        self, step: int, leaves: Mapping[str, np.ndarray], metadata: Mapping[str, object]
+    ) -> int:
+        """Commit `leaves` and `metadata` as `step`, and return the bytes written once durable.
+
+        Returns 0 if the same content is there already; other content of the same step is set
+        aside first, and put back if the save fails. What was written is read back before anything
+        older goes. Needs host memory for one more copy of the leaves. `metadata` is JSON (no NaN);
+        tuples come back as lists. Raises CheckpointError, after removing what it had written.
+        """
+        document, packed = _pack(step, leaves, metadata)
+        path, moved = self._path(step), None
+        if os.path.lexists(path):
+            difference = self._difference(step, document)
+            if difference is None:
+                return 0
+            moved = self.set_aside(step, difference)
+        with _explained(f"step {step} was not saved"):
+            try:
+                self._write(path, document, packed)
+                del packed  # the read-back takes its place
+                self._verify_same(step, document)
+            except Exception:
+                self._undo(step, moved)
+                raise
+        self._retire(step)
+        return sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
+
+    def load(self, step: int) -> tuple[dict[str, np.ndarray], dict[str, object]]:
+        """The leaves by path, sorted, with exact dtype, shape and bits, and the caller's metadata.
+
+        The arrays are views of one buffer, which lives as long as any of them. Raises
+        CheckpointError naming the first bad leaf, or UnreadableHereError.
+        """
+        document = self._document(step)
+        return self._leaves(step, document), document["metadata"]
+
+    def newest(self) -> tuple[Checkpoint | None, tuple[SetAside, ...]]:
+        """The newest checkpoint that passes `load`, and the bad newer ones, now set aside.
+
+        Raises UnreadableHereError rather than pass over a checkpoint that may be good.
+        """
+        bad: list[SetAside] = []
+        for step in reversed(self.steps()):
+            try:
+                return Checkpoint(step, *self.load(step)), tuple(bad)
+            except UnreadableHereError:
+                raise
+            except CheckpointError as error:
+                bad.append(SetAside(step, self.set_aside(step, str(error)), str(error)))
+        return None, tuple(bad)
+
+    def set_aside(self, step: int, why: str) -> Path:
+        """Rename `step` to set-aside-<step>-<k>, with `why` in a .txt beside it; deletes nothing.
+
+        Returns the new path. Raises CheckpointError if there is no such step.
+        """
+        names = (self.root / f"set-aside-{step}-{k}" for k in itertools.count())
+        target = next(p for p in names if not p.exists() and not _note(p).exists())
+        with _explained(f"step {step} cannot be set aside"):
+            os.rename(self._path(step), target)
+            _sync(self.root)
+        with contextlib.suppress(OSError):  # a full disk must not stop a recovery
+            _note(target).write_text(why + "\n", encoding="utf-8")
+        return target
+
+    def set_aside_list(self) -> tuple[SetAside, ...]:
+        """Everything that was set aside under this root, by step and then in order of time."""
+        matches = [m for p in self.root.iterdir() if (m := _SET_ASIDE.fullmatch(p.name))]
+        matches.sort(key=lambda m: (int(m[1]), int(m[2])))
+        return tuple(SetAside(int(m[1]), p := self.root / m[0], _why(p)) for m in matches)
+
+    def remove(self, step: int) -> None:
+        """Delete `step` and its temporaries, for a save that was abandoned; absent is fine.
+
+        Raises CheckpointError if something cannot be deleted.
+        """
+        with _explained(f"step {step} cannot be removed"):
+            for path in self._temporaries(step):
+                shutil.rmtree(path)
+            if os.path.lexists(self._path(step)):
+                # Renamed first: killed half way, no half-deleted step is left with a good name.
+                trash = self.root / f"{step}{_TMP}-removed"
+                os.rename(self._path(step), trash)
+                _sync(self.root)
+                shutil.rmtree(trash)
+
+    def close(self) -> None:
+        """End the use of the store; nothing stays open or running between calls."""
+
+    def _path(self, step: int) -> Path:
+        return self.root / str(step)
+
+    def _temporaries(self, step: int | None = None) -> list[Path]:
+        matches = [(_TEMPORARY.fullmatch(p.name), p) for p in self.root.iterdir() if p.is_dir()]
+        return [path for m, path in matches if m and step in (None, int(m[1]))]
+
+    def _document(self, step: int) -> dict:
+        with _explained(f"step {step} cannot be read"):
+            document = ocp.metadata(self._path(step)).custom_metadata
+        return _checked(step, document)
+
+    def _leaves(self, step: int, document: dict) -> dict[str, np.ndarray]:
+        with _explained(f"step {step} cannot be read"), self._context:
+            state = ocp.load(self._path(step))
+        return _unpack(step, document, state)
+
+    def _write(self, path: Path, document: dict, packed: np.ndarray) -> None:
+        if not self.root.is_dir():  # Orbax would make a new one, perhaps on another disk
+            raise FileNotFoundError(f"{self.root} is gone")
+        with self._context:
+            ocp.save(path, {"leaves": packed}, custom_metadata=document)
+        # Orbax syncs its arrays, but not its metadata files nor the rename.
+        for written in (*path.rglob("*"), path, self.root):
+            _sync(written)
+
+    def _verify_same(self, step: int, document: dict) -> None:
+        if self._document(step) != document:
+            raise CheckpointError(f"step {step}: the metadata on disk are not those given")
+        self._leaves(step, document)
+
+    def _difference(self, step: int, document: dict) -> str | None:
+        """Why what is on disk as `step` is not a good copy of `document`; None if it is."""
+        try:
+            self._verify_same(step, document)
+        except CheckpointError as error:
+            return f"a new save of step {step} took its place; {error}"
+        return None
+
+    def _undo(self, step: int, moved: Path | None) -> None:
+        # Suppressed, because the failure of the save is the one to report.
+        with contextlib.suppress(OSError, CheckpointError):
+            self.remove(step)
+            if moved is not None:
+                os.rename(moved, self._path(step))
+                _note(moved).unlink()
+
+    def _retire(self, step: int) -> None:
+        with contextlib.suppress(CheckpointError):  # tried again after the next save
+            for old in self.steps()[: -self.keep]:
+                if old < step:
+                    self.remove(old)
+
+
+def _orbax_context() -> ocp.Context:
+    context = ocp.Context()
+    context.array.saving.use_compression = False  # slow, and weights hardly compress
+    context.array.saving.storage_options.chunk_byte_size = _CHUNK
+    context.memory.deepcopy_host_arrays = False  # what is saved is a copy already
+    return context
+
+
+def _pack(step: int, leaves: Mapping[str, np.ndarray], metadata: Mapping[str, object]):
+    """The sealed document and the one flat array: all leaves, sorted by path, each aligned."""
+    if step < 0 or "checkpoint" in metadata:
+        raise CheckpointError(f'step {step}: is negative, or has the reserved key "checkpoint"')
+    parts = {path: _bytes_of(step, path, leaf) for path, leaf in leaves.items()}
+    starts, end = {}, 0
+    for path in sorted(parts):
+        starts[path] = end
+        end += -(-parts[path].size // _ALIGN) * _ALIGN
+    # Orbax cuts chunks by divisors of the length alone: a prime one could not be cut at all.
+    chunks = max(1, math.ceil(end / _CHUNK))
+    packed = np.zeros(chunks * math.ceil(max(end, 1) / chunks), np.uint8)
+    table = []
+    for path, start in starts.items():
+        part = packed[start : start + parts[path].size]
+        part[:] = parts[path]
+        row = {"path": path, "dtype": str(leaves[path].dtype), "shape": leaves[path].shape}
+        table.append(row | {"offset": start, "bytes": part.size, "crc32": zlib.crc32(part)})
+    own = {"format_version": FORMAT_VERSION, "step": int(step), "leaves": table}
+    return _sealed(step, {"metadata": dict(metadata), "checkpoint": own}), packed
+
+
+def _bytes_of(step: int, path: str, leaf: np.ndarray) -> np.ndarray:
+    host = isinstance(leaf, np.ndarray | np.generic)
+    if not host or _dtype(str(leaf.dtype)) is None or not isinstance(path, str):
+        what = f"{type(leaf).__name__} {getattr(leaf, 'dtype', '')}"
+        raise CheckpointError(f"step {step}: leaf {path}: a {what} is no host array of a JAX dtype")
+    return np.asarray(leaf, order="C").reshape(-1).view(np.uint8)
+
+
+def _dtype(name: str) -> np.dtype | None:
+    """The dtype that JAX knows by this name, in the byte order of this machine, or None."""
+    if name in _NUMPY:
+        return np.dtype(name)
+    return np.dtype(getattr(ml_dtypes, name)) if hasattr(ml_dtypes, name) else None
+
+
+def _sealed(step: int, document: dict) -> dict:
+    try:
+        document = json.loads(json.dumps(document, allow_nan=False))  # as it will be read
+    except (TypeError, ValueError) as error:
+        raise CheckpointError(f"step {step}: the metadata are not JSON: {error}") from error
+    return document | {"seal": _seal(document)}
+
+
+def _seal(document: dict) -> int:
+    """The crc32 of the canonical JSON of all but the seal itself; the same in every format."""
+    body = {key: value for key, value in document.items() if key != "seal"}
+    return zlib.crc32(json.dumps(body, sort_keys=True, separators=(",", ":")).encode())
+
+
+def _checked(step: int, document: dict | None) -> dict:
+    if not document or document.get("seal") != _seal(document):
+        raise CheckpointError(f"step {step}: the metadata do not match their checksum")
+    own = document["checkpoint"]
+    if own["format_version"] > FORMAT_VERSION:
+        what = f"format {own['format_version']} is newer than {FORMAT_VERSION}: update elastix"
+        raise UnreadableHereError(f"step {step}: {what}")
+    if own["step"] != step:
+        raise CheckpointError(f"step {step}: the directory holds step {own['step']}")
+    return document
+
+
+def _unpack(step: int, document: dict, state: object) -> dict[str, np.ndarray]:
+    packed = state.get("leaves") if isinstance(state, dict) else None
+    if not isinstance(packed, np.ndarray) or packed.dtype != np.uint8 or packed.ndim != 1:
+        raise CheckpointError(f"step {step}: state: not the array that was saved")
+    leaves = {}
+    for row in document["checkpoint"]["leaves"]:
+        part, dtype = packed[row["offset"] : row["offset"] + row["bytes"]], _dtype(row["dtype"])
+        if part.size != row["bytes"] or zlib.crc32(part) != row["crc32"]:
+            raise CheckpointError(f"step {step}: leaf {row['path']}: wrong checksum")
+        if dtype is None:
+            raise UnreadableHereError(f"step {step}: leaf {row['path']}: no {row['dtype']} here")
+        leaves[row["path"]] = part.view(dtype).reshape(row["shape"])
+    return leaves
+
+
+@contextlib.contextmanager
+def _explained(what: str) -> Iterator[None]:
+    """Turn a failure into a CheckpointError: `what`, and the innermost cause on the same line.
+
+    What Orbax logs meanwhile is dropped, since the exception says it.
+    """
+    home, logger = os.path.dirname(orbax.checkpoint.__file__), logging.getLogger("absl")
+
+    def foreign(record: logging.LogRecord) -> bool:
+        return not record.pathname.startswith(home)
+
+    logger.addFilter(foreign)
+    try:
+        yield
+    except Exception as error:
+        raise _error(what, error) from error
+    finally:
+        logger.removeFilter(foreign)
+
+
+def _error(what: str, error: BaseException) -> CheckpointError:
+    chain = [error]
+    while cause := chain[-1].__cause__:  # Orbax wraps the reason
+        chain.append(cause)
+    here = any(isinstance(e, MemoryError | UnreadableHereError) for e in chain)
+    here = here or any(sign in str(e) for e in chain for sign in _HERE)
+    # TensorStore appends its whole spec.
+    text = re.sub(r" \[(tensorstore_spec|source|os_error).*", "", str(chain[-1]), flags=re.DOTALL)
+    text = text if len(text) < 400 else f"{text[:100]} ... {text[-300:]}"
+    cls = UnreadableHereError if here else CheckpointError
+    return cls(f"{what}: {type(chain[-1]).__name__}: {text}")
+
+
+def _note(path: Path) -> Path:
+    return path.with_name(path.name + ".txt")
+
+
+def _why(path: Path) -> str:
+    return _note(path).read_text(encoding="utf-8").strip() if _note(path).exists() else ""
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

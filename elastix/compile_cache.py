@@ -1,0 +1,55 @@
+"""Executables compiled ahead of time, kept by mesh: the second visit compiles nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+_COMPILE = "/jax/core/compile/backend_compile_duration"
+_HIT = "/jax/compilation_cache/cache_hits"
+
+
+class _Counts:
+    """Counts of this process. JAX's listeners are global, so there is one of these."""
+
+    requests = 0
+    hits = 0
+    listening = False
+
+
+def _on_duration(event: str, duration: float, **_: object) -> None:
+    if event == _COMPILE:
+        _Counts.requests += 1
+
+
+def _on_event(event: str, **_: object) -> None:
+    if event == _HIT:
+        _Counts.hits += 1
+
+
+def count_compiles() -> tuple[int, int]:
+    """(XLA compiles of any program, hits of JAX's persistent cache) since the first call."""
+    if not _Counts.listening:
+        jax.monitoring.register_event_duration_secs_listener(_on_duration)
+        jax.monitoring.register_event_listener(_on_event)
+        _Counts.listening = True
+    return _Counts.requests - _Counts.hits, _Counts.hits
+
+
+class CompileCache:
+    """Executables by (what it is, set of slices).
+
+    A compiled executable is bound to its devices, so sets of equal size do not share one.
+    """
+
+    def __init__(self) -> None:
+        self._executables: dict[tuple[str, frozenset[int]], Any] = {}
+
+    def get(self, name: str, slices: frozenset[int], build: Callable[[], Any]) -> Any:
+        """The executable for these slices, built on the first call."""
+        key = (name, slices)
+        if key not in self._executables:
+            self._executables[key] = build()
+        return self._executables[key]

@@ -1,0 +1,206 @@
+"""One global stream of batches: batch n is the same on every mesh, so its state is the number n."""
+
+import json
+import operator
+import threading
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Protocol, final
+
+import grain
+import numpy as np
+
+from elastix.data.order import example_at
+
+_HORIZON = 2**52  # examples: no run lasts as long, and no count overflows
+_COLUMN_KINDS = "biufcV"  # V: also the extension types of ml_dtypes, such as bfloat16
+
+_Columns = list[tuple[str, tuple[np.dtype, tuple[int, ...]]]]
+
+
+class DataError(ValueError):
+    """Data or its configuration cannot be used; one line names the value and the remedy."""
+
+
+class Source(Protocol):
+    """Random access to records: a mapping of column names to arrays, the same shapes in each.
+
+    `source[i]` for 0 <= i < len(source) must give the same record every time. It is called by
+    one thread at a time, not always the same one.
+    """
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int, /) -> Mapping[str, np.ndarray]: ...
+
+
+def whole(name: str, value: object, least: int) -> int:
+    """Returns `value` as an int; DataError unless it is a whole number of at least `least`."""
+    try:
+        number = operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        number = least - 1
+    if isinstance(value, bool) or number < least:
+        raise DataError(f"{name}={value!r} must be a whole number of at least {least}")
+    return number
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class Stream:
+    """Batches by number: batch n, counted from 0, is what step n + 1 consumes.
+
+    `global_batch` and `num_examples` count examples; `fingerprint` holds JSON values and is equal
+    exactly when the batches are meant to be. Build one with `stream`.
+    """
+
+    global_batch: int
+    num_examples: int
+    fingerprint: dict[str, object]
+    _batches: "_Batches" = field(repr=False)
+    _prefetch: int = field(repr=False)
+
+    def batches(self, position: int) -> Iterator[dict[str, np.ndarray]]:
+        """Yields batches from number `position` on, without end.
+
+        Each is a dict of arrays of shape (global_batch, ...), with `example_id`, int64, the index
+        of each record in the source. What the source raises comes out of `next` and ends the
+        iterator; `batches(position)` anew goes on from any batch. DataError for a bad position.
+        """
+        position = whole("position", position, 0)
+        if position >= len(self._batches):
+            raise DataError(f"position={position} is past the last batch, {len(self._batches) - 1}")
+        # One thread at most: more gain nothing, and Grain's default depth of 500 is thrown away
+        # at each change of position.
+        options = grain.ReadOptions(
+            num_threads=min(self._prefetch, 1), prefetch_buffer_size=self._prefetch
+        )
+        iterator = iter(grain.MapDataset.source(self._batches).to_iter_dataset(options))
+        iterator.set_state({"next_index": position})
+        return _until_error(iterator)
+
+
+def stream(
+    source: Source,
+    *,
+    global_batch: int,
+    seed: int,
+    shuffle: bool = True,
+    prefetch: int = 2,
+    fingerprint: Mapping[str, object],
+) -> Stream:
+    """Returns the endless stream of `source`: each record once an epoch, in a new order each epoch.
+
+    Batches straddle epochs, so a source may be smaller than a batch. `fingerprint` is a mapping of
+    JSON values that says which data this is (a name and a hash, say); the stream adds what else
+    decides its batches. `prefetch` is how many batches are read ahead, 0 for none; it changes no
+    batch. Raises DataError for bad arguments, an empty source or a first record that will not do.
+
+        stream(images, global_batch=64, seed=0, fingerprint={"kind": "digits", "sha256": "ab12"})
+    """
+    global_batch = whole("global_batch", global_batch, 1)
+    seed = whole("seed", seed, 0)
+    prefetch = whole("prefetch", prefetch, 0)
+    batches = _Batches(source, global_batch, seed if shuffle else None)
+    decided = {
+        "records": batches.size,
+        "columns": _spelled(batches.columns),
+        "global_batch": global_batch,
+        "seed": seed,
+        "shuffle": bool(shuffle),
+        # The order itself, so that a release which shuffles in another way is noticed on resume.
+        "order": [batches.example(number) for number in range(min(8, batches.size))],
+    }
+    merged = _fingerprint(fingerprint, decided)
+    return Stream(global_batch, batches.size, merged, batches, prefetch)
+
+
+def _fingerprint(given: Mapping[str, object], decided: dict[str, object]) -> dict[str, object]:
+    """Merges the two, as they will read after a trip through JSON (tuples become lists)."""
+    if not isinstance(given, Mapping):
+        raise DataError(f"fingerprint={given!r} must be a mapping of JSON values")
+    if taken := sorted(given.keys() & decided.keys()):
+        raise DataError(f"fingerprint key {taken[0]!r} is set by the stream; use another name")
+    try:
+        return json.loads(json.dumps({**given, **decided}, allow_nan=False))
+    except (TypeError, ValueError) as error:
+        raise DataError(f"fingerprint must hold JSON values only: {error}") from None
+
+
+def _until_error(iterator: grain.DatasetIterator) -> Iterator[dict[str, np.ndarray]]:
+    """Ends for good at the first exception: Grain would go on and skip a batch in silence."""
+    try:
+        yield from iterator
+    finally:
+        iterator.close()
+
+
+class _Batches:
+    """Batch n of a source, for any n: numbered, checked and stacked.
+
+    Reads under a lock: after an error a new iterator starts while the thread of the old one may
+    still be reading, and a source with one file handle would hand each the other's bytes. Copies
+    each record before it reads the next, because a source may fill one buffer again and again.
+    """
+
+    def __init__(self, source: Source, global_batch: int, seed: int | None):
+        self._source, self._global_batch, self._seed = source, global_batch, seed
+        self._lock = threading.Lock()
+        self.size = len(source)
+        if not 0 < self.size <= _HORIZON:
+            raise DataError(f"source has {self.size} records; it must have 1 to {_HORIZON}")
+        self.columns = _columns(0, self._read(0))
+
+    def __len__(self) -> int:
+        return _HORIZON // self._global_batch
+
+    def __getitem__(self, number: int) -> dict[str, np.ndarray]:
+        """Returns batch `number`, arrays of shape (global_batch, ...)."""
+        first = number * self._global_batch
+        ids = [self.example(first + i) for i in range(self._global_batch)]
+        batch = {name: np.empty((len(ids), *shape), dtype) for name, (dtype, shape) in self.columns}
+        for row, index in enumerate(ids):
+            with self._lock:
+                for name, value in self._checked(index).items():
+                    batch[name][row] = value
+        return {**batch, "example_id": np.array(ids, np.int64)}
+
+    def example(self, number: int) -> int:
+        """Returns the index of the example consumed as `number`, counted over all epochs."""
+        if self._seed is None:
+            return number % self.size
+        return example_at(number, self.size, self._seed)
+
+    def _checked(self, index: int) -> dict[str, np.ndarray]:
+        record = self._read(index)
+        if (columns := _columns(index, record)) != self.columns:
+            raise DataError(
+                f"record {index} is {_spelled(columns)}, record 0 is {_spelled(self.columns)}; "
+                "pad or crop so that all are alike"
+            )
+        return record
+
+    def _read(self, index: int) -> dict[str, np.ndarray]:
+        record = self._source[index]
+        if not isinstance(record, Mapping):
+            kind = type(record).__name__
+            raise DataError(f"record {index} is a {kind}; it must be a mapping of arrays")
+        return {name: np.asarray(value) for name, value in record.items()}
+
+
+def _columns(index: int, record: dict[str, np.ndarray]) -> _Columns:
+    """Returns [(name, (dtype, shape))], sorted; DataError for a column that cannot be batched."""
+    if not record:
+        raise DataError(f"record {index} has no columns; it must have at least one")
+    if "example_id" in record:
+        raise DataError(f"record {index} has a column 'example_id', which the stream sets; rename")
+    for name, array in record.items():
+        if not isinstance(name, str):
+            raise DataError(f"record {index} has a column named {name!r}; use a string")
+        if array.dtype.kind not in _COLUMN_KINDS or array.dtype.type is np.void:
+            raise DataError(f"record {index} column {name!r} is {array.dtype}; make it numbers")
+    return sorted((name, (array.dtype, array.shape)) for name, array in record.items())
+
+
+def _spelled(columns: _Columns) -> dict[str, str]:
+    return {name: f"{dtype}{list(shape)}" for name, (dtype, shape) in columns}

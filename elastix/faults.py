@@ -1,0 +1,167 @@
+"""Fault scripts: which slice is lost and returned, at which step or second.
+
+Pure values and the clock that tells when they are due; what a fault does to devices is the
+simulated backend's matter.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True, slots=True)
+class Lose:
+    """Lose a slice after step `step` was dispatched and before it is read, or at second `time`.
+
+    `surfaces` says where the loss is noticed: when a result is read, or at the next dispatch.
+    """
+
+    slice: int
+    step: int | None = None
+    time: float | None = None
+    surfaces: Literal["read", "dispatch"] = "read"
+
+    def __post_init__(self) -> None:
+        _check(self)
+
+    def __str__(self) -> str:
+        return f"--lose {self.slice}@{_when(self)}"
+
+
+@dataclass(frozen=True, slots=True)
+class Return:
+    """Bring a slice back, with empty memory, when step `step` commits or at second `time`."""
+
+    slice: int
+    step: int | None = None
+    time: float | None = None
+
+    def __post_init__(self) -> None:
+        _check(self)
+
+    def __str__(self) -> str:
+        return f"--return {self.slice}@{_when(self)}"
+
+
+Fault = Lose | Return
+
+
+def _when(fault: Fault) -> str:
+    return str(fault.step) if fault.step is not None else f"{fault.time:g}s"
+
+
+def _check(fault: Fault) -> None:
+    if (fault.step is None) == (fault.time is None):
+        raise ValueError(f"{type(fault).__name__}({fault.slice}): give either step or time")
+    if fault.step is not None and fault.step < 1:
+        raise ValueError(f"{fault}: steps count from 1")
+    if fault.time is not None and not fault.time >= 0:
+        raise ValueError(f"{fault}: use a time of 0 seconds or later")
+
+
+def parse(kind: type[Lose] | type[Return], text: str) -> Fault:
+    """`1@40` is slice 1 at step 40, `1@12.5s` is slice 1 at second 12.5.
+
+    Raises:
+        ValueError: the text is not of that form.
+    """
+    match = re.fullmatch(r"(\d+)@(?:(\d+)|(\d+(?:\.\d+)?)s)", text.strip())
+    flag = "--lose" if kind is Lose else "--return"
+    if match is None:
+        raise ValueError(f"{flag} {text!r}: write SLICE@STEP such as 1@40, or SLICE@SECONDSs")
+    slice_id, step, time = match.groups()
+    if step is not None:
+        return kind(int(slice_id), step=int(step))
+    return kind(int(slice_id), time=float(time))
+
+
+def validate(faults: Iterable[Fault], slices: Iterable[int], num_steps: int) -> None:
+    """Refuse a script that cannot happen.
+
+    Raises:
+        ValueError: a slice that does not exist, a step after the last, a return of a slice that
+            was not lost before, or a second loss without a return in between.
+    """
+    known = sorted(slices)
+    down: dict[int, Fault] = {}
+    for fault in sorted(faults, key=_order):
+        if fault.slice not in known:
+            raise ValueError(f"{fault}: there are slices {known[0]} to {known[-1]} only")
+        if fault.step is not None and fault.step > num_steps:
+            raise ValueError(f"{fault}: the run has {num_steps} steps only")
+        if isinstance(fault, Lose):
+            if fault.slice in down:
+                raise ValueError(f"{fault}: slice {fault.slice} was lost before; return it first")
+            down[fault.slice] = fault
+        elif down.pop(fault.slice, None) is None:
+            raise ValueError(f"{fault}: slice {fault.slice} is not lost before that; lose it first")
+
+
+def _order(fault: Fault) -> tuple[float, float, bool]:
+    time = fault.time if fault.time is not None else 0.0
+    step = fault.step if fault.step is not None else 0
+    return (step, time, isinstance(fault, Return))
+
+
+class Script:
+    """The faults that have not struck yet, and the script's step clock.
+
+    The clock is the furthest committed step. It never goes back, and while nothing trains it goes
+    on by one step for each median step time, so that a return still comes.
+    """
+
+    def __init__(self, faults: Iterable[Fault]):
+        self.pending: list[Fault] = sorted(faults, key=_order)
+        self._clock = 0.0
+        self._step_times: list[float] = []
+        self._last_commit: float | None = None
+
+    @property
+    def step_seconds(self) -> float:
+        """The median time from commit to commit; 0.1 s before there is one."""
+        times = sorted(self._step_times)
+        return times[len(times) // 2] if times else 0.1
+
+    def dispatched(self, step: int) -> list[Lose]:
+        """The losses that strike now that `step` was dispatched."""
+        return [f for f in self.pending if isinstance(f, Lose) and f.step == step]
+
+    def committed(self, step: int, now: float) -> list[Return]:
+        """The returns that are due now that `step` committed at second `now`."""
+        if self._last_commit is not None:
+            self._step_times = [*self._step_times[-98:], now - self._last_commit]
+        self._last_commit = now
+        self._clock = max(self._clock, float(step))
+        return self.returns_due()
+
+    def idled(self, seconds: float) -> None:
+        """Nothing trained for so long."""
+        self._clock += seconds / self.step_seconds
+        self._last_commit = None
+
+    def returns_due(self) -> list[Return]:
+        return [
+            f
+            for f in self.pending
+            if isinstance(f, Return) and f.step is not None and f.step <= self._clock
+        ]
+
+    def timed_due(self, now: float) -> list[Fault]:
+        """Faults whose second has come."""
+        return [f for f in self.pending if f.time is not None and f.time <= now]
+
+    def next_return_in(self, now: float) -> float | None:
+        """Seconds until the next scripted event if nothing trains; None if there is none."""
+        waits = [
+            (f.step - self._clock) * self.step_seconds
+            for f in self.pending
+            if isinstance(f, Return) and f.step is not None
+        ]
+        waits += [f.time - now for f in self.pending if f.time is not None]
+        return max(0.0, min(waits)) if waits else None
+
+    def struck(self, fault: Fault) -> None:
+        self.pending.remove(fault)

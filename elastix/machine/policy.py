@@ -1,0 +1,77 @@
+"""What a user decides about recovery, as one frozen value."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True)
+class Policy:
+    """How a run answers the loss and the return of slices.
+
+    Pause-and-resume is `Policy(min_slices=<all>)`: below that many the run waits. Replica-resize
+    is a small `min_slices`: the run goes on with those left and grows back later. Times are in
+    seconds of the backend's clock, intervals in steps.
+
+    Raises:
+        ValueError: a field is out of range; the message names the value and the remedy.
+    """
+
+    min_slices: int = 1
+    """Fewest slices to train on; below it the run waits up to `deadline` seconds."""
+    max_slices: int | None = None
+    """Most slices to train on; more stand by and join when one is lost. None: all."""
+    patience: float = 0.0
+    """After a loss that leaves `min_slices`, seconds to wait for a return before going on."""
+    deadline: float = 1800.0
+    """Seconds to wait below `min_slices`, from the first moment below, before the run fails."""
+    lookback: Literal["live", "host"] = "host"
+    """After a loss, go back to the last committed step on the surviving devices (`live`: costs
+    `inflight` more device copies of the state, redoes nothing) or to the last host snapshot."""
+    inflight: int = 2
+    """Steps dispatched before the oldest one is read."""
+    snapshot_every: int = 10
+    """Steps between host-memory snapshots: at most this many are redone after a loss."""
+    checkpoint_every: int = 100
+    """Steps between checkpoints on disk; the last step is always saved. 0: only the last."""
+    keep_checkpoints: int = 3
+    """Newest checkpoints to keep on disk."""
+    max_losses: int = 10
+    """Losses in a row without a committed step in between before the run fails."""
+    probe_every: float = 5.0
+    """Seconds between probes of slices that are missing."""
+    stable_probes: int = 2
+    """Good probes in a row before a returned slice is taken back into a training run."""
+    on_nonfinite: Literal["fail", "continue"] = "fail"
+    """What a loss or gradient that is not finite does to the run."""
+
+    def __post_init__(self) -> None:
+        self._at_least("min_slices", 1)
+        self._at_least("inflight", 1)
+        self._at_least("snapshot_every", 1)
+        self._at_least("checkpoint_every", 0)
+        self._at_least("keep_checkpoints", 1)
+        self._at_least("max_losses", 1)
+        self._at_least("stable_probes", 1)
+        self._at_least("patience", 0)
+        self._at_least("deadline", 0)
+        if not self.probe_every > 0:
+            raise ValueError(f"policy.probe_every={self.probe_every}: use a time above 0 seconds")
+        if self.max_slices is not None and self.max_slices < self.min_slices:
+            raise ValueError(
+                f"policy.max_slices={self.max_slices} is below min_slices={self.min_slices}: "
+                "raise the one or lower the other"
+            )
+        self._one_of("lookback", ("live", "host"))
+        self._one_of("on_nonfinite", ("fail", "continue"))
+
+    def _at_least(self, field: str, low: int) -> None:
+        value = getattr(self, field)
+        if not value >= low:
+            raise ValueError(f"policy.{field}={value}: use {low} or more")
+
+    def _one_of(self, field: str, choices: tuple[str, ...]) -> None:
+        value = getattr(self, field)
+        if value not in choices:
+            raise ValueError(f"policy.{field}={value!r}: use one of {', '.join(choices)}")

@@ -1,0 +1,332 @@
+"""The rules of the machine and its table.
+
+A rule takes (state, event, policy) and returns (state, effects). Rules are total functions of
+values: no clock, no device, no randomness, so every history can be enumerated and replayed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from elastix.machine.policy import Policy
+from elastix.machine.values import (
+    Committed,
+    ControllerLost,
+    DataFailed,
+    Dispatched,
+    Done,
+    Event,
+    Failed,
+    Finishing,
+    Ledger,
+    Live,
+    PreemptionNoticed,
+    Prepared,
+    Probe,
+    Probed,
+    ProgramFailed,
+    ProtocolError,
+    RestoreFailed,
+    Restoring,
+    RunStep,
+    Saved,
+    SaveFailed,
+    Saving,
+    SlicesLost,
+    SnapshotMissing,
+    Snapshotted,
+    Source,
+    Started,
+    Starting,
+    State,
+    Tier,
+    Training,
+    TrainStateName,
+    Waiting,
+    WakeAt,
+    Woke,
+)
+from elastix.machine.verbs import (
+    NONE,
+    Effects,
+    Step,
+    advance,
+    below,
+    checkpoint_due,
+    choose_mesh,
+    conclude,
+    forget,
+    host_source,
+    lose,
+    restore,
+    resume_or_wait,
+    save,
+    snapshot_due,
+    wants_regrow,
+    watch,
+)
+
+# --- rules, one for each (state, event) that can happen -----------------------------------------
+
+
+def start(state: Starting, event: Started, policy: Policy) -> Step:
+    ledger = Ledger(
+        num_steps=event.num_steps,
+        slices=event.slices,
+        up=event.up,
+        durable=event.durable,
+        sources=event.sources,
+    )
+    return resume_or_wait(ledger, frozenset(), event, policy)
+
+
+def prepared(state: Restoring, event: Prepared, policy: Policy) -> Step:
+    """The mesh is ready: train from the source's step, once its own snapshot is published."""
+    ledger, step = state.ledger, state.source.step
+    sources = tuple(s for s in ledger.sources if s.tier is not Tier.LIVE)
+    ledger = replace(ledger, sources=sources)
+    name = TrainStateName(step, ledger.epoch, state.mesh)
+    snapshot = host_source(ledger, step)
+    covered = state.source.tier is Tier.SEED or (snapshot and state.mesh <= snapshot.holders)
+    effects: Effects = ()
+    if snapshot and ledger.save_owed:
+        ledger, effects = save(ledger, snapshot)
+    owed = None if covered else step
+    training = Training(ledger, state.mesh, step, step, name, step, owed)
+    nxt, more = advance(training, event, policy)
+    return nxt, effects + more + (watch(nxt) if isinstance(nxt, Training) else NONE)
+
+
+def fall_back(state: Restoring, event: SnapshotMissing | RestoreFailed, policy: Policy) -> Step:
+    """Never try this source again; take the next."""
+    sources = tuple(s for s in state.ledger.sources if s != event.source)
+    ledger = replace(state.ledger, sources=sources)
+    if event.source.tier is Tier.SEED and isinstance(event, RestoreFailed):
+        return Failed(f"the initial state cannot be built: {event.reason}"), NONE
+    return restore(ledger, state.mesh, event, policy)
+
+
+def dispatch(state: Training, event: Dispatched, policy: Policy) -> Step:
+    if event.step != state.dispatched + 1:
+        raise ProtocolError(f"step {event.step} dispatched after {state.dispatched}")
+    due = snapshot_due(event.step, state.ledger, policy)
+    owed = event.step if due else None
+    return advance(replace(state, dispatched=event.step, owed=owed, asked=None), event, policy)
+
+
+def commit(state: Training, event: Committed, policy: Policy) -> Step:
+    if event.step != state.committed + 1 or event.step > state.dispatched:
+        raise ProtocolError(
+            f"step {event.step} committed after {state.committed}, dispatched {state.dispatched}"
+        )
+    if not event.finite and policy.on_nonfinite == "fail":
+        return Failed(f"the loss or gradient of step {event.step} is not finite"), NONE
+    ledger = replace(state.ledger, losses=0, data_failures=0, below_since=None)
+    name = replace(state.train_state, step=event.step)
+    state = replace(
+        state, ledger=ledger, committed=event.step, train_state=name, iterator_state=event.step
+    )
+    return advance(state, event, policy)
+
+
+def publish(state: Training | Finishing, event: Snapshotted, policy: Policy) -> Step:
+    """A newer snapshot exists: only now is the older one let go."""
+    ledger = state.ledger
+    new = Source(Tier.HOST, event.step, ledger.epoch, event.holders)
+    others = tuple(s for s in ledger.sources if s.tier is not Tier.HOST)
+    ledger = replace(ledger, sources=(*others, new))
+    if isinstance(state, Finishing):
+        return conclude(replace(state, ledger=ledger))
+    effects: Effects = ()
+    if checkpoint_due(event.step, ledger, policy):
+        ledger, effects = save(ledger, new)
+    state = replace(state, ledger=ledger, owed=None, asked=None)
+    nxt, more = advance(state, event, policy)
+    return nxt, effects + more
+
+
+def saved(state: Live, event: Saved, policy: Policy) -> Step:
+    """The checkpoint is durable: it is a source from now on, and the oldest are let go."""
+    ledger = state.ledger
+    if not _answers(ledger.saving, event):
+        return state, NONE
+    disk = [s for s in ledger.sources if s.tier is Tier.DISK and s.step != event.step]
+    disk = sorted([*disk, Source(Tier.DISK, event.step)], key=lambda s: s.step)
+    others = [s for s in ledger.sources if s.tier is not Tier.DISK]
+    kept = disk[-policy.keep_checkpoints :]
+    ledger = replace(ledger, saving=None, sources=(*others, *kept))
+    return _after_save(replace(state, ledger=ledger))
+
+
+def save_failed(state: Live, event: SaveFailed, policy: Policy) -> Step:
+    """A failed save never stops training; only the last one decides how the run ends."""
+    if not _answers(state.ledger.saving, event):
+        return state, NONE
+    if isinstance(state, Finishing) and event.step == state.train_state.step:
+        return Failed(f"the last checkpoint could not be written: {event.reason}"), NONE
+    return _after_save(replace(state, ledger=replace(state.ledger, saving=None)))
+
+
+def _answers(saving: Saving | None, event: Saved | SaveFailed) -> bool:
+    return saving is not None and (saving.step, saving.epoch) == (event.step, event.epoch)
+
+
+def _after_save(state: Live) -> Step:
+    """A save that had to wait for this one begins now, from the newest snapshot."""
+    if isinstance(state, Finishing):
+        return conclude(state)
+    ledger = state.ledger
+    newest = max((s for s in ledger.sources if s.tier is Tier.HOST), default=None, key=_step)
+    if not (ledger.save_owed and newest and newest.holders & ledger.up):
+        return state, NONE
+    ledger, effects = save(ledger, newest)
+    return replace(state, ledger=ledger), effects
+
+
+def _step(source: Source) -> int:
+    return source.step
+
+
+def slices_lost(state: Live, event: SlicesLost, policy: Policy) -> Step:
+    return lose(state, event.slices, event, policy)
+
+
+def probed(state: Training, event: Probed, policy: Policy) -> Step:
+    """Count good probes of the slices outside; a slice of the mesh without its memory is lost."""
+    gone = (event.emptied | event.down) & state.mesh
+    if gone:
+        return lose(state, gone, event, policy)
+    ledger = health(state.ledger, event)
+    outside = (event.up | event.emptied) - state.mesh
+    stable = tuple((s, state.ledger.stable_probes(s) + 1) for s in sorted(outside))
+    state = replace(state, ledger=replace(ledger, stable=stable))
+    if wants_regrow(state, policy):
+        return advance(state, event, policy)
+    return state, (WakeAt(ledger.epoch, event.at + policy.probe_every),)
+
+
+def health(ledger: Ledger, event: Probed) -> Ledger:
+    """What a probe says of slices outside the mesh: they hold no snapshot we rely on."""
+    ledger, _ = forget(ledger, event.emptied | event.down)
+    return replace(ledger, up=ledger.up | event.up | event.emptied)
+
+
+def woke(state: Training, event: Woke, policy: Policy) -> Step:
+    return state, watch(state)
+
+
+def waiting_probed(state: Waiting, event: Probed, policy: Policy) -> Step:
+    """Go on as soon as the slices allow it, fail when the deadline has passed, or look again."""
+    ledger, effects = forget(state.ledger, event.emptied | event.down)
+    ledger = below(replace(ledger, up=ledger.up | event.up | event.emptied), event.at, policy)
+    count = len(ledger.up)
+    if count >= policy.min_slices and (count >= state.want or event.at >= state.until):
+        nxt, more = restore(ledger, choose_mesh(ledger.up, state.mesh, policy), event, policy)
+        return nxt, effects + more
+    limit = state.until
+    if count < policy.min_slices:
+        assert ledger.below_since is not None
+        limit = ledger.below_since + policy.deadline
+        if event.at >= limit:
+            return Failed(_too_few(ledger, policy)), effects
+    wake = WakeAt(ledger.epoch, min(event.at + policy.probe_every, limit))
+    return replace(state, ledger=ledger), (*effects, wake)
+
+
+def _too_few(ledger: Ledger, policy: Policy) -> str:
+    up = f"{len(ledger.up)} of {len(ledger.slices)} slices"
+    return f"{up} were up after {policy.deadline:g} s, and min_slices is {policy.min_slices}"
+
+
+def waiting_woke(state: Waiting, event: Woke, policy: Policy) -> Step:
+    return state, (Probe(state.ledger.epoch, state.ledger.slices),)
+
+
+def finishing_probed(state: Finishing, event: Probed, policy: Policy) -> Step:
+    gone = (event.emptied | event.down) & state.mesh
+    return lose(state, gone, event, policy) if gone else (state, NONE)
+
+
+def finishing_woke(state: Finishing, event: Woke, policy: Policy) -> Step:
+    """The end is near: no slice is taken back any more."""
+    return state, NONE
+
+
+def program_failed(state: Live, event: ProgramFailed, policy: Policy) -> Step:
+    return Failed(event.reason), NONE
+
+
+def data_failed(state: Training, event: DataFailed, policy: Policy) -> Step:
+    """Once, the stream is rebuilt at the committed position; twice in a row is a broken source."""
+    if state.ledger.data_failures:
+        return Failed(f"the data stream failed twice at step {event.step}: {event.reason}"), NONE
+    ledger = replace(state.ledger, data_failures=1)
+    return replace(state, ledger=ledger), (RunStep(ledger.epoch, event.step),)
+
+
+def controller_lost(state: Live, event: ControllerLost, policy: Policy) -> Step:
+    hint = "run the same command again to resume from the last checkpoint"
+    return Failed(f"the controller lost its devices ({event.reason}): {hint}"), NONE
+
+
+def drain(state: Live, event: PreemptionNoticed, policy: Policy) -> Step:
+    """Dispatch nothing more; the last answer in flight ends the run."""
+    state = replace(state, ledger=replace(state.ledger, draining=True))
+    if isinstance(state, Waiting):
+        durable = (s.step for s in state.ledger.sources if s.tier in (Tier.DISK, Tier.SEED))
+        return Done("preempted", None, max(durable, default=0)), NONE
+    return advance(state, event, policy) if isinstance(state, Training) else (state, NONE)
+
+
+Rule = Callable[..., Step]
+
+TABLE: dict[tuple[type, type], Rule] = {
+    (Starting, Started): start,
+    (Training, Dispatched): dispatch,
+    (Training, Committed): commit,
+    (Training, Snapshotted): publish,
+    (Training, Probed): probed,
+    (Training, Woke): woke,
+    (Training, DataFailed): data_failed,
+    (Waiting, Probed): waiting_probed,
+    (Waiting, Woke): waiting_woke,
+    (Restoring, Prepared): prepared,
+    (Restoring, SnapshotMissing): fall_back,
+    (Restoring, RestoreFailed): fall_back,
+    (Finishing, Snapshotted): publish,
+    (Finishing, Probed): finishing_probed,
+    (Finishing, Woke): finishing_woke,
+}
+for _live in (Training, Waiting, Restoring, Finishing):
+    TABLE[_live, SlicesLost] = slices_lost
+    TABLE[_live, Saved] = saved
+    TABLE[_live, SaveFailed] = save_failed
+    TABLE[_live, ControllerLost] = controller_lost
+    TABLE[_live, PreemptionNoticed] = drain
+for _running in (Training, Restoring, Finishing):
+    TABLE[_running, ProgramFailed] = program_failed
+
+
+def transition(state: State, event: Event, policy: Policy) -> Step:
+    """The next state and what to do, for one event.
+
+    An answer from an older epoch is dropped, a finished save excepted: it counts whatever epoch
+    it began in.
+
+    Raises:
+        ProtocolError: the table has no row for this state and event.
+    """
+    if is_stale(state, event):
+        return state, NONE
+    rule = TABLE.get((type(state), type(event)))
+    if rule is None:
+        raise ProtocolError(f"no rule for {type(event).__name__} in {type(state).__name__}")
+    return rule(state, event, policy)
+
+
+def is_stale(state: State, event: Event) -> bool:
+    """Whether `event` answers an effect of an epoch that has ended."""
+    if isinstance(state, Starting | Done | Failed):
+        return False
+    return event.epoch < state.ledger.epoch and not isinstance(event, Saved | SaveFailed)

@@ -1,0 +1,237 @@
+"""The verbs of the machine: lose, wait, restore, regrow, and advance, finish, conclude.
+
+Each takes values and returns (state, effects); none looks at a clock or a device.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from elastix.machine.policy import Policy
+from elastix.machine.values import (
+    Abandon,
+    Done,
+    Effect,
+    Event,
+    Failed,
+    Finishing,
+    Ledger,
+    Live,
+    Prepare,
+    Probe,
+    Restoring,
+    RunStep,
+    Save,
+    Saving,
+    Slices,
+    Snapshot,
+    Source,
+    State,
+    Tier,
+    Training,
+    Waiting,
+)
+
+Effects = tuple[Effect, ...]
+Step = tuple[State, Effects]
+NONE: Effects = ()
+
+
+# --- restore, wait, lose, regrow: the four verbs ---------------------------------------------
+
+
+def restore(ledger: Ledger, mesh: Slices, event: Event, policy: Policy) -> Step:
+    """Rebuild the train state on `mesh` from the newest source, in a new epoch."""
+    if not ledger.sources:
+        return Failed("no snapshot or checkpoint is left to restore from"), NONE
+    source = max(ledger.sources, key=lambda s: s.preference)
+    ledger = replace(ledger, epoch=ledger.epoch + 1, stable=())
+    return Restoring(ledger, mesh, source), (Prepare(ledger.epoch, mesh, source),)
+
+
+def wait(ledger: Ledger, mesh: Slices, event: Event, policy: Policy) -> Step:
+    """Run nothing until all slices of before are up, or enough are and `patience` has passed.
+
+    Below `min_slices` there is no patience: the first moment with enough ends the wait.
+    """
+    enough = len(ledger.up) >= policy.min_slices
+    want = len(choose_mesh(ledger.slices, mesh, policy))
+    until = event.at + policy.patience if enough else event.at
+    ledger = replace(below(ledger, event.at, policy), epoch=ledger.epoch + 1, stable=())
+    return Waiting(ledger, mesh, want, until), (Probe(ledger.epoch, ledger.slices),)
+
+
+def lose(state: Live, slices: Slices, event: Event, policy: Policy) -> Step:
+    """Take slices whose memory is gone out of everything that names them, and go on."""
+    ledger, effects = forget(state.ledger, slices)
+    if isinstance(state, Waiting):
+        return replace(state, ledger=below(ledger, event.at, policy)), effects
+    if not slices & state.mesh:
+        return replace(state, ledger=ledger), effects
+    ledger = keep_live(state, slices, ledger, policy)
+    ledger = replace(ledger, losses=ledger.losses + 1)
+    if ledger.losses > policy.max_losses:
+        return Failed(f"{ledger.losses} losses in a row without a committed step"), effects
+    nxt, more = resume_or_wait(ledger, state.mesh, event, policy)
+    return nxt, effects + more
+
+
+def regrow(state: Training, event: Event, policy: Policy) -> Step:
+    """Move the committed state, as it is, onto a mesh that takes the stable slices back."""
+    live = live_source(state, state.mesh)
+    ledger = replace(state.ledger, sources=(*state.ledger.sources, live))
+    mesh = choose_mesh(joinable(state, policy) | state.mesh, state.mesh, policy)
+    return restore(ledger, mesh, event, policy)
+
+
+# --- what the verbs are made of ---------------------------------------------------------------
+
+
+def forget(ledger: Ledger, slices: Slices) -> tuple[Ledger, Effects]:
+    """Drop `slices` from health and holders; abandon the save that reads from one of them."""
+    effects: Effects = ()
+    kept = (replace(s, holders=s.holders - slices) if s.holders else s for s in ledger.sources)
+    sources = tuple(s for s in kept if s.holders or s.tier in (Tier.DISK, Tier.SEED))
+    if ledger.saving and ledger.saving.holder in slices:
+        effects = (Abandon(ledger.saving.epoch, ledger.saving.step),)
+        ledger = replace(ledger, saving=None, save_owed=True)
+    stable = tuple((s, n) for s, n in ledger.stable if s not in slices)
+    return replace(ledger, up=ledger.up - slices, sources=sources, stable=stable), effects
+
+
+def keep_live(state: Live, lost: Slices, ledger: Ledger, policy: Policy) -> Ledger:
+    """With lookback `live`, the survivors' copy of the last committed step is a source."""
+    survivors = state.mesh - lost
+    if policy.lookback != "live" or not isinstance(state, Training | Finishing) or not survivors:
+        return ledger
+    return replace(ledger, sources=(*ledger.sources, live_source(state, survivors)))
+
+
+def live_source(state: Training | Finishing, holders: Slices) -> Source:
+    name = state.train_state
+    return Source(Tier.LIVE, name.step, name.epoch, holders)
+
+
+def resume_or_wait(ledger: Ledger, mesh: Slices, event: Event, policy: Policy) -> Step:
+    """After a loss: go on with those left, or wait for a return."""
+    want = len(choose_mesh(ledger.slices, mesh, policy))
+    short = len(ledger.up) < policy.min_slices
+    if short or (policy.patience > 0 and len(ledger.up) < want):
+        return wait(ledger, mesh, event, policy)
+    return restore(ledger, choose_mesh(ledger.up, mesh, policy), event, policy)
+
+
+def below(ledger: Ledger, at: float, policy: Policy) -> Ledger:
+    """Note the first moment with fewer than `min_slices`; a committed step forgets it."""
+    if len(ledger.up) >= policy.min_slices or ledger.below_since is not None:
+        return ledger
+    return replace(ledger, below_since=at)
+
+
+def choose_mesh(up: Slices, members: Slices, policy: Policy) -> Slices:
+    """The slices to train on: members first, so that nothing moves without need."""
+    ranked = sorted(up, key=lambda s: (s not in members, s))
+    return frozenset(ranked[: policy.max_slices])
+
+
+def joinable(state: Training, policy: Policy) -> Slices:
+    """Slices outside the mesh that were found up often enough to be taken back."""
+    outside = state.ledger.slices - state.mesh
+    return frozenset(s for s in outside if state.ledger.stable_probes(s) >= policy.stable_probes)
+
+
+def wants_regrow(state: Training, policy: Policy) -> bool:
+    room = policy.max_slices is None or len(state.mesh) < policy.max_slices
+    return room and bool(joinable(state, policy))
+
+
+def watch(state: Training) -> Effects:
+    """Ask for the slices outside the mesh, if there are any."""
+    outside = state.ledger.slices - state.mesh
+    return (Probe(state.ledger.epoch, outside),) if outside else NONE
+
+
+def snapshot_due(step: int, ledger: Ledger, policy: Policy) -> bool:
+    owed = ledger.save_owed and ledger.saving is None
+    return (
+        step == ledger.num_steps
+        or owed
+        or _divides(policy.snapshot_every, step)
+        or (checkpoint_due(step, ledger, policy))
+    )
+
+
+def checkpoint_due(step: int, ledger: Ledger, policy: Policy) -> bool:
+    return ledger.durable and (
+        ledger.save_owed or step == ledger.num_steps or _divides(policy.checkpoint_every, step)
+    )
+
+
+def _divides(every: int, step: int) -> bool:
+    return every > 0 and step > 0 and step % every == 0
+
+
+def host_source(ledger: Ledger, step: int) -> Source | None:
+    """The published host snapshot of `step`, if a slice that is up still holds it."""
+    for source in ledger.sources:
+        if source.tier is Tier.HOST and source.step == step and source.holders & ledger.up:
+            return source
+    return None
+
+
+def save(ledger: Ledger, source: Source) -> tuple[Ledger, Effects]:
+    """Write `source` to disk, or owe it while another save is under way. Which holder writes
+    depends on the step, so that no slice is special."""
+    if ledger.saving:
+        return replace(ledger, save_owed=True), NONE
+    holders = sorted(source.holders & ledger.up)
+    holder = holders[source.step % len(holders)]
+    saving = Saving(source.step, ledger.epoch, holder)
+    ledger = replace(ledger, saving=saving, save_owed=False)
+    return ledger, (Save(ledger.epoch, source.step, holder),)
+
+
+def advance(state: Training, event: Event, policy: Policy) -> Step:
+    """Whatever comes next: the owed snapshot, the end, a regrow, or the next step.
+
+    May be called after any event: an effect in the foreground is never asked for twice.
+    """
+    if state.asked:
+        return state, NONE
+    drained = state.committed == state.dispatched
+    ledger = state.ledger
+    if state.owed is not None:
+        return ask(state, Snapshot(ledger.epoch, state.owed)) if drained else (state, NONE)
+    if state.dispatched == ledger.num_steps or ledger.draining:
+        why = "done" if state.dispatched == ledger.num_steps else "preempted"
+        return finish(state, why) if drained else (state, NONE)
+    if wants_regrow(state, policy):
+        return regrow(state, event, policy) if drained else (state, NONE)
+    if state.dispatched - state.committed == policy.inflight:
+        return state, NONE
+    return ask(state, RunStep(ledger.epoch, state.dispatched + 1))
+
+
+def ask(state: Training, effect: RunStep | Snapshot) -> Step:
+    return replace(state, asked=effect), (effect,)
+
+
+def finish(state: Training, why: str) -> Step:
+    """Nothing is in flight: see that the committed state is held and durable, then end."""
+    done = Finishing(state.ledger, why, state.mesh, state.train_state, state.iterator_state)
+    return conclude(done)
+
+
+def conclude(state: Finishing) -> Step:
+    """Take the next thing that is missing for the end: the snapshot, the save, or nothing."""
+    ledger, step = state.ledger, state.train_state.step
+    if ledger.saving:
+        return state, NONE
+    snapshot = host_source(ledger, step)
+    if snapshot is None:
+        return state, (Snapshot(ledger.epoch, step),)
+    on_disk = any(s.tier is Tier.DISK and s.step == step for s in ledger.sources)
+    if ledger.durable and not on_disk:
+        ledger, effects = save(ledger, snapshot)
+        return replace(state, ledger=ledger), effects
+    return Done(state.why, state.train_state, state.iterator_state), NONE

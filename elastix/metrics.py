@@ -1,0 +1,102 @@
+"""`metrics.jsonl`: one row for each step number, in order, never twice."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+
+@dataclass(frozen=True)
+class Row:
+    """One committed step. `seconds` is the time since the commit before, `tokens` the weighted
+    targets, `learning_rate` the one used in this update."""
+
+    step: int
+    loss: float
+    slices: int
+    seconds: float
+    tokens: float
+    learning_rate: float | None
+    grad_norm: float
+    metrics: dict[str, Any] = field(default_factory=dict)
+
+    @staticmethod
+    def of(step: int, results: dict[str, Any], slices: int, seconds: float) -> Row:
+        """The row of the results that came back from a step."""
+        rate = results.get("learning_rate")
+        return Row(
+            step=step,
+            loss=float(results["loss"]),
+            slices=slices,
+            seconds=seconds,
+            tokens=float(results["weight"]),
+            learning_rate=None if rate is None else float(rate),
+            grad_norm=float(results["grad_norm"]),
+            metrics={k: np.asarray(v).tolist() for k, v in results["metrics"].items()},
+        )
+
+
+Listener = Callable[[Row], None]
+
+
+class MetricsLog:
+    """Rows by step, on disk too unless `path` is None.
+
+    A step that is done again writes nothing, but must give the same loss, bit for bit.
+
+    Args:
+        exact: whether a repeated step must repeat its loss (`ordered`, same versions and layout).
+    """
+
+    def __init__(self, path: Path | None, exact: bool, listeners: tuple[Listener, ...] = ()):
+        self.losses: list[float] = []
+        self._exact, self._listeners = exact, listeners
+        self._file = None
+        if path is not None:
+            self._read(path)
+            self._file = path.open("a", encoding="utf-8")
+
+    def _read(self, path: Path) -> None:
+        """Take up the rows of an earlier process, and cut a torn last line."""
+        if not path.exists():
+            return
+        data = path.read_bytes()
+        whole = data[: data.rfind(b"\n") + 1]
+        if len(whole) < len(data):
+            with path.open("r+b") as file:
+                file.truncate(len(whole))
+        for number, line in enumerate(whole.splitlines(), 1):
+            row = json.loads(line)
+            if row["step"] != number:
+                raise ValueError(f"{path}: row {number} is of step {row['step']}; move it away")
+            self.losses.append(row["loss"])
+
+    def commit(self, row: Row) -> str | None:
+        """Record a committed step; returns what is wrong with it, in one line, or None."""
+        if row.step <= len(self.losses):
+            return self._compare(row, self.losses[row.step - 1])
+        self.losses.append(row.loss)
+        if self._file:
+            self._file.write(json.dumps(asdict(row)) + "\n")
+            self._file.flush()
+        for listen in self._listeners:
+            listen(row)
+        return None
+
+    def _compare(self, row: Row, first: float) -> str | None:
+        same = np.float32(first).tobytes() == np.float32(row.loss).tobytes()
+        if same or not self._exact:
+            return None
+        return (
+            f"step {row.step} was done again and gave loss {row.loss!r}, not {first!r}: "
+            "what a step computes must not depend on the slices it runs on"
+        )
+
+    def close(self) -> None:
+        if self._file:
+            self._file.close()

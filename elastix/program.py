@@ -1,0 +1,114 @@
+"""A recipe made runnable on the slices of a backend: executables and arrays for any mesh."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+
+from elastix.compile_cache import CompileCache
+from elastix.mesh import SLICE
+from elastix.recipe import Recipe
+from elastix.snapshots import to_devices
+from elastix.step import TrainStep, Work, batch_spec
+from elastix.train_state import Leaves, StateSpec
+
+Slices = frozenset[int]
+Batch = dict[str, np.ndarray]
+
+
+class Program:
+    """Compiled steps and initial states of one recipe, keyed by the set of slices.
+
+    Args:
+        sample: one global batch of the recipe's stream, for shapes and dtypes.
+        devices: the devices of each slice.
+    """
+
+    def __init__(self, recipe: Recipe, sample: Batch, devices: Mapping[int, Sequence[Any]]):
+        self._recipe, self._devices = recipe, devices
+        self._sample = {k: (v.shape, v.dtype) for k, v in sample.items()}
+        self._rules = tuple(getattr(recipe.model, "sharding_rules", tuple)())
+        self.spec = StateSpec(recipe.model.build, recipe.optimizer.build(), recipe.seed)
+        self.shapes = {leaf.path: leaf.shape for leaf in self.spec.leaves}
+        self._step = TrainStep(
+            self.spec,
+            recipe.loss,
+            recipe.global_batch,
+            recipe.num_replicas,
+            recipe.reduction,
+            getattr(recipe.optimizer, "learning_rate", None),
+        )
+        self.donates = recipe.policy.lookback == "host"
+        self._cache = CompileCache()
+        self.shardings(frozenset(devices))  # refuses a bad sharding rule before anything runs
+
+    def mesh(self, slices: Slices) -> Mesh:
+        return self._recipe.mesh.build(self._devices, slices)
+
+    def devices(self, slices: Slices) -> frozenset[Any]:
+        return frozenset(d for s in slices for d in self._devices[s])
+
+    def shardings(self, slices: Slices) -> dict[str, NamedSharding]:
+        """Where each leaf of the train state lies on the mesh of `slices`."""
+        return self.spec.shardings(self._rules, self.mesh(slices))
+
+    def initial(self, slices: Slices) -> Leaves:
+        """The seed's train state."""
+        mesh = self.mesh(slices)
+        build = lambda: self.spec.compile_init(self._rules, mesh)  # noqa: E731
+        return self._cache.get("init", slices, build)()
+
+    def step(self, slices: Slices) -> Any:
+        """The executable `(leaves, batch) -> (leaves, results)` for `slices`."""
+        return self._cache.get("step", slices, lambda: self.lower_step(slices).compile())
+
+    def lower_step(self, slices: Slices) -> Any:
+        """The step lowered for `slices`, from shapes alone."""
+        mesh = self.mesh(slices)
+        step = self._step(mesh, self.spec.specs(self._rules, mesh))
+        batch = self._arrange({k: np.zeros(s, d) for k, (s, d) in self._sample.items()}, mesh)
+        abstract = {
+            k: jax.ShapeDtypeStruct(v.shape, v.dtype, sharding=_batch_sharding(v, mesh))
+            for k, v in batch.items()
+        }
+        state = self.spec.abstract(self.shardings(slices))
+        return jax.jit(step, donate_argnums=0 if self.donates else ()).lower(state, abstract)
+
+    def put_batch(self, batch: Batch, slices: Slices) -> Leaves:
+        """A global batch on the mesh of `slices`, replica by replica."""
+        mesh = self.mesh(slices)
+        arranged = self._arrange(batch, mesh)
+        return to_devices(arranged, {k: _batch_sharding(v, mesh) for k, v in arranged.items()})
+
+    def consumed_ids(self, ids: np.ndarray) -> np.ndarray:
+        """The example ids that came back from a step: int64[global_batch], padding left out."""
+        real = ids[: self._recipe.num_replicas].reshape(-1, 2).astype(np.uint64)
+        return (real[:, 0] | (real[:, 1] << np.uint64(32))).astype(np.int64)
+
+    def _arrange(self, batch: Batch, mesh: Mesh) -> Batch:
+        """[global_batch, ...] -> [padded, examples, ...]; padding repeats the first replica, so
+        that it computes on real values, and is masked by its replica index."""
+        work = Work(self._recipe.global_batch, self._recipe.num_replicas, mesh.shape[SLICE])
+        index = np.arange(work.padded, dtype=np.int32)
+        rows = np.where(index < work.num_replicas, index, 0)
+        columns = dict(batch)
+        ids = columns.pop("example_id").astype(np.int64).view(np.uint64)
+        mask = np.uint64(0xFFFFFFFF)
+        halves = np.stack([ids & mask, ids >> np.uint64(32)], axis=-1).astype(np.uint32)
+        columns["example_id"] = halves
+        shape = (work.num_replicas, work.examples)
+        arranged = {k: _device_dtype(v).reshape(shape + v.shape[1:]) for k, v in columns.items()}
+        return {"replica": index, **{k: v[rows] for k, v in arranged.items()}}
+
+
+def _device_dtype(array: np.ndarray) -> np.ndarray:
+    """The dtype JAX would give the array (no 64 bits unless x64 is on)."""
+    return array.astype(jax.dtypes.canonicalize_dtype(array.dtype), copy=False)
+
+
+def _batch_sharding(array: np.ndarray, mesh: Mesh) -> NamedSharding:
+    return NamedSharding(mesh, batch_spec(array.shape, mesh))

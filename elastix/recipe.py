@@ -1,0 +1,203 @@
+"""Recipe: what a user composes, as one frozen tree of plain values."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from elastix.data import Stream
+from elastix.machine import Policy
+from elastix.mesh import MeshSpec
+from elastix.step import Loss, Reduction, Work
+
+
+class ModelConfig(Protocol):
+    """A frozen dataclass of plain values that builds an Equinox module.
+
+    It may have `sharding_rules()`: (regex on the leaf's path, mesh axis of each dim) pairs.
+    """
+
+    def build(self, key: Any) -> Any: ...
+
+
+class DataConfig(Protocol):
+    """A frozen dataclass of plain values that builds a stream of global batches."""
+
+    def build(self, global_batch: int, seed: int) -> Stream: ...
+
+
+class OptimizerConfig(Protocol):
+    """A frozen dataclass of plain values that builds an optax transformation.
+
+    It may have `learning_rate(step)`, the rate of the update after `step` updates, to be logged.
+    """
+
+    def build(self) -> optax.GradientTransformation: ...
+
+
+@dataclass(frozen=True)
+class AdamW:
+    """AdamW with linear warm-up, cosine decay and clipping by the global norm.
+
+    Args:
+        peak: the highest learning rate, reached after `warmup` updates.
+        warmup: updates of linear warm-up.
+        decay: updates from the start to the end of the cosine; after it the rate stays at
+            `peak * floor`. None: the rate stays at the peak.
+        floor: the last rate as a share of the peak.
+        clip: largest global gradient norm; None: no clipping.
+    """
+
+    peak: float = 1e-3
+    warmup: int = 0
+    decay: int | None = None
+    floor: float = 0.1
+    b1: float = 0.9
+    b2: float = 0.95
+    weight_decay: float = 0.1
+    clip: float | None = 1.0
+
+    def __post_init__(self) -> None:
+        if not self.peak > 0:
+            raise ValueError(f"optimizer.peak={self.peak}: use a learning rate above 0")
+        if self.warmup < 0:
+            raise ValueError(f"optimizer.warmup={self.warmup}: use 0 or more updates")
+        if self.decay is not None and self.decay <= self.warmup:
+            raise ValueError(
+                f"optimizer.decay={self.decay}: use more updates than warmup={self.warmup}"
+            )
+
+    def learning_rate(self, step: Any) -> Any:
+        """The rate of the update that follows `step` updates."""
+        if self.decay is None:
+            warm = jnp.minimum(1.0, (step + 1) / max(1, self.warmup))
+            return self.peak * warm
+        schedule = optax.warmup_cosine_decay_schedule(
+            0.0, self.peak, self.warmup, self.decay, self.peak * self.floor
+        )
+        return schedule(step)
+
+    def build(self) -> optax.GradientTransformation:
+        clip = optax.clip_by_global_norm(self.clip) if self.clip else optax.identity()
+        adamw = optax.adamw(
+            self.learning_rate, self.b1, self.b2, weight_decay=self.weight_decay, mask=_is_matrix
+        )
+        return optax.chain(clip, adamw)
+
+
+def _is_matrix(params: Any) -> Any:
+    """Weights decay; norms and biases, which have one dim, do not."""
+    return jax.tree.map(lambda p: p.ndim >= 2, params)
+
+
+Hook = Callable[[dict[str, Any]], None]
+"""Called with each row of metrics, on the host, after the step committed."""
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A whole training run: what is learned, from what, how, and how it survives.
+
+    Model, data, optimizer, loss, `global_batch`, `num_replicas`, `seed` and `reduction` are the
+    run's identity; steps, mesh, policy and hooks may change when it is resumed.
+
+    Args:
+        global_batch: examples in one step, whatever the number of slices.
+        num_replicas: logical replicas the batch is split into; at least the number of slices.
+
+    Raises:
+        ValueError: the batch cannot be split, or a number is out of range.
+    """
+
+    model: ModelConfig
+    data: DataConfig
+    optimizer: OptimizerConfig
+    loss: Loss
+    num_steps: int
+    global_batch: int
+    num_replicas: int
+    seed: int = 0
+    reduction: Reduction = "ordered"
+    mesh: MeshSpec = MeshSpec()
+    policy: Policy = Policy()
+    hooks: tuple[Hook, ...] = field(default=())
+
+    def __post_init__(self) -> None:
+        for name in ("num_steps", "global_batch", "num_replicas"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)}: use 1 or more")
+        if self.global_batch % self.num_replicas:
+            raise ValueError(
+                f"global_batch={self.global_batch} cannot be split into "
+                f"num_replicas={self.num_replicas} equal replicas: use a multiple of "
+                f"{self.num_replicas}"
+            )
+        if self.reduction not in ("ordered", "fast"):
+            raise ValueError(f"reduction={self.reduction!r}: use 'ordered' or 'fast'")
+        if not 0 <= self.seed < 2**32:
+            raise ValueError(f"seed={self.seed}: use 0 to {2**32 - 1}")
+
+    def identity(self) -> dict[str, Any]:
+        """What makes this run another run if it changes, as JSON values."""
+        return {
+            "model": describe(self.model),
+            "data": describe(self.data),
+            "optimizer": describe(self.optimizer),
+            "loss": f"{self.loss.__module__}.{self.loss.__qualname__}",
+            "global_batch": self.global_batch,
+            "num_replicas": self.num_replicas,
+            "seed": self.seed,
+            "reduction": self.reduction,
+        }
+
+    def identity_sha256(self) -> str:
+        text = json.dumps(self.identity(), sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()
+
+    def check_slices(self, num_slices: int) -> None:
+        """Refuse a number of slices that the recipe cannot use.
+
+        Raises:
+            ValueError: fewer slices than the policy's least, or more than logical replicas.
+        """
+        most = min(num_slices, self.policy.max_slices or num_slices)
+        if num_slices < self.policy.min_slices:
+            raise ValueError(
+                f"policy.min_slices={self.policy.min_slices} but there are {num_slices} slices: "
+                "lower it or use more slices"
+            )
+        if self.num_replicas < most:
+            raise ValueError(
+                f"num_replicas={self.num_replicas} cannot keep {most} slices busy: use at least "
+                f"{most}, or set policy.max_slices={self.num_replicas}"
+            )
+
+    def useful_shares(self, num_slices: int) -> dict[int, float]:
+        """For each permitted number of slices, the share of computed work that is not padding."""
+        most = min(num_slices, self.policy.max_slices or num_slices)
+        counts = range(self.policy.min_slices, most + 1)
+        return {s: Work(self.global_batch, self.num_replicas, s).useful for s in counts}
+
+
+def describe(value: Any) -> Any:
+    """A configuration as JSON values: dataclasses by type and fields."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = {f.name: describe(getattr(value, f.name)) for f in dataclasses.fields(value)}
+        return {"type": f"{type(value).__module__}.{type(value).__qualname__}", **fields}
+    if isinstance(value, dict):
+        return {str(k): describe(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [describe(v) for v in value]
+    if isinstance(value, bool | int | float | str) or value is None:
+        return value
+    if callable(value):
+        return f"{value.__module__}.{value.__qualname__}"
+    return str(value)

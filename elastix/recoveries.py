@@ -1,0 +1,134 @@
+"""PURE: what each recovery cost, computed from the events of the machine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from elastix.machine import (
+    Committed,
+    Dispatched,
+    Event,
+    Finishing,
+    Prepare,
+    Prepared,
+    Probed,
+    Restoring,
+    Slices,
+    SlicesLost,
+    Started,
+    Starting,
+    State,
+    Training,
+    Waiting,
+)
+
+
+@dataclass
+class Recovery:
+    """One change of the mesh, from what was noticed to the next committed step.
+
+    `step` is the last one committed when it was noticed, `resumed_at` the one restored;
+    `steps_lost` is their difference. `seconds` has detect (from the dispatch of the step that
+    failed), wait, restore, compile and first_step.
+    """
+
+    kind: str
+    cause: str
+    step: int
+    lost: list[int] = field(default_factory=list)
+    found: list[int] = field(default_factory=list)
+    resumed_at: int | None = None
+    steps_lost: int = 0
+    steps_abandoned: int = 0
+    source: str | None = None
+    slices: list[int] = field(default_factory=list)
+    compiles: int = 0
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def total_seconds(self) -> float:
+        return sum(self.seconds.values())
+
+
+class Recoveries:
+    """Folds (state, event, next state) into the list of recoveries; the last may be open."""
+
+    def __init__(self) -> None:
+        self.done: list[Recovery] = []
+        self.open: Recovery | None = None
+        self.started = False
+        """Whether a step was ever committed."""
+        self._dispatched_at: dict[int, float] = {}
+        self._mark = 0.0
+
+    def update(self, before: State, event: Event, after: State) -> Recovery | None:
+        """Returns the recovery that this event completed, if it did."""
+        if isinstance(event, Dispatched):
+            self._dispatched_at[event.step] = event.at
+        self.started |= isinstance(event, Committed)
+        self._leave(before, event, after)
+        self._follow(before, event, after)
+        if self.open and isinstance(event, Committed) and isinstance(before, Training):
+            return self._close(event.at)
+        return None
+
+    def _leave(self, before: State, event: Event, after: State) -> None:
+        """A mesh was given up: a recovery begins, or the open one goes on."""
+        if isinstance(before, Starting) or not isinstance(after, Waiting | Restoring):
+            return
+        old = getattr(before, "mesh", frozenset())
+        lost = self._lost(event) & old
+        if isinstance(before, Training | Finishing):
+            step = before.train_state.step
+            kind = "loss" if lost else "regrow"
+            self.open = Recovery(kind, _cause(event), step)
+            if isinstance(before, Training):
+                self.open.steps_abandoned = before.dispatched - before.committed
+            failed_at = self._dispatched_at.get(step + 1, event.at)
+            self._add("detect", event.at - failed_at if lost and step + 1 else 0.0)
+            self._old_mesh = old
+            self._mark = event.at
+        if self.open:
+            self.open.lost = sorted({*self.open.lost, *lost})
+
+    def _lost(self, event: Event) -> Slices:
+        if isinstance(event, SlicesLost):
+            return event.slices
+        if isinstance(event, Probed):
+            return event.emptied | event.down
+        return frozenset()
+
+    def _follow(self, before: State, event: Event, after: State) -> None:
+        if not self.open:
+            return
+        if isinstance(before, Waiting) and not isinstance(after, Waiting):
+            self._add("wait", event.at - self._mark)
+            self._mark = event.at
+        if isinstance(after, Restoring):
+            self.open.source = str(after.source.tier)
+            self.open.resumed_at = after.source.step
+            self.open.steps_lost = max(0, self.open.step - after.source.step)
+            self.open.slices = sorted(after.mesh)
+            self.open.found = sorted(after.mesh - self._old_mesh)
+        if isinstance(event, Prepared):
+            self._add("restore", event.at - self._mark - event.compile_seconds)
+            self._add("compile", event.compile_seconds)
+            self.open.compiles += event.compiles
+            self._mark = event.at
+
+    def _close(self, at: float) -> Recovery:
+        assert self.open
+        self._add("first_step", at - self._mark)
+        done, self.open = self.open, None
+        self.done.append(done)
+        return done
+
+    def _add(self, phase: str, seconds: float) -> None:
+        assert self.open
+        self.open.seconds[phase] = self.open.seconds.get(phase, 0.0) + max(0.0, seconds)
+
+
+def _cause(event: Event) -> str:
+    if isinstance(event, SlicesLost):
+        return event.cause
+    return "the slices answer probes again"

@@ -1,0 +1,310 @@
+"""`train`: one recipe on one backend, from the run directory to the summary."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, Protocol
+
+
+from elastix.backends import Backend, Health, slices_of
+from elastix.checkpoints import CheckpointStore
+from elastix.compile_cache import count_compiles
+from elastix.driver import Driver
+from elastix.event_log import EventLog
+from elastix.machine import (
+    Done,
+    Effect,
+    Event,
+    Failed,
+    Source,
+    Started,
+    Starting,
+    State,
+    Tier,
+)
+from elastix.metrics import MetricsLog, Row
+from elastix.program import Program
+from elastix.recipe import Recipe
+from elastix.recoveries import Recoveries, Recovery
+from elastix.run_directory import RunDirectory
+from elastix.train_state import all_finite
+
+VERSIONED = ("elastix-jax", "jax", "jaxlib", "equinox", "optax", "orbax-checkpoint", "grain")
+
+
+class Display(Protocol):
+    """What shows a run to a person while it goes on."""
+
+    def started(self, run: RunInfo) -> None: ...
+
+    def step(self, row: Row) -> None: ...
+
+    def event(self, before: State, event: Event, after: State) -> None: ...
+
+    def recovered(self, recovery: Recovery) -> None: ...
+
+    def finished(self, summary: Summary) -> None: ...
+
+
+@dataclass(frozen=True)
+class RunInfo:
+    """What is known when training begins."""
+
+    recipe: Recipe
+    run_dir: Path | None
+    num_slices: int
+    devices_per_slice: int
+    state_bytes: int
+    checkpoints: tuple[int, ...]
+    """Steps found on disk; the run resumes from the newest good one."""
+
+
+@dataclass(frozen=True)
+class Summary:
+    """How a run ended, as in `summary.json`."""
+
+    outcome: str
+    reason: str | None
+    steps: int
+    state_sha256: str | None
+    finite: bool | None
+    consumed: dict[str, Any]
+    losses: list[float]
+    recoveries: list[dict[str, Any]]
+    compiles: int
+    compile_cache_hits: int
+    unfired_faults: list[str]
+    seconds: float
+    resumed_at: int
+    pid: int
+    versions: dict[str, str]
+    trace: str = field(default="", repr=False)
+
+    @property
+    def exit_status(self) -> int:
+        """0 done, 75 preempted, 1 failed."""
+        return {"done": 0, "preempted": 75}.get(self.outcome, 1)
+
+
+class NoDisplay:
+    """Shows nothing."""
+
+    def started(self, run: RunInfo) -> None: ...
+
+    def step(self, row: Row) -> None: ...
+
+    def event(self, before: State, event: Event, after: State) -> None: ...
+
+    def recovered(self, recovery: Recovery) -> None: ...
+
+    def finished(self, summary: Summary) -> None: ...
+
+
+def train(
+    recipe: Recipe,
+    *,
+    backend: Backend | None = None,
+    faults: Sequence[Any] = (),
+    run_dir: str | Path | None = None,
+    display: Display | None = None,
+) -> Summary:
+    """Run a recipe to its end, through every loss and return of slices.
+
+    Args:
+        backend: where to run; by default four simulated slices of two CPU devices.
+        faults: for the default backend: what is lost and returned, and when.
+        run_dir: where checkpoints, logs and the summary go; a run that is there already is
+            resumed. None keeps nothing on disk.
+
+    Returns:
+        The summary; how the run ended is a value (`outcome`), not an exception.
+
+    Raises:
+        ValueError: bad input, with the value and the remedy, before anything is changed.
+    """
+    count_compiles()
+    backend = backend or default_backend(faults)
+    if faults and not hasattr(backend, "validate"):
+        raise ValueError("faults can be scripted on the simulated backend only")
+    recipe.check_slices(len(backend.devices))
+    if hasattr(backend, "validate"):
+        backend.validate(recipe.num_steps)
+    stream = recipe.data.build(recipe.global_batch, recipe.seed)
+    sample = next(stream.batches(0))
+    program = Program(recipe, sample, backend.devices)
+    with contextlib.ExitStack() as stack:
+        directory = RunDirectory.open(run_dir, recipe, versions()) if run_dir else None
+        if directory:
+            stack.callback(directory.close)
+        run = _Run(recipe, program, stream, backend, directory, display or NoDisplay())
+        return run.execute()
+
+
+def default_backend(faults: Sequence[Any]) -> Backend:
+    """Four simulated slices of two CPU devices."""
+    from elastix.backends.simulated import SimulatedBackend, simulate_devices
+
+    simulate_devices(8)
+    return SimulatedBackend(4, 2, faults)
+
+
+def versions() -> dict[str, str]:
+    """Versions of what decides the bits of a run."""
+    return {"python": sys.version.split()[0], **{name: version(name) for name in VERSIONED}}
+
+
+class _Run:
+    """One process of a run: its logs, its driver and its summary."""
+
+    def __init__(self, recipe, program, stream, backend, directory, display):
+        self._recipe, self._program, self._stream = recipe, program, stream
+        self._backend, self._directory, self._display = backend, directory, display
+        self._recoveries = Recoveries()
+        self._store = None
+        if directory:
+            self._store = CheckpointStore(
+                directory.checkpoints, keep=recipe.policy.keep_checkpoints
+            )
+        steps = self._store.steps() if self._store else ()
+        self._sources = (Source(Tier.SEED, 0), *(Source(Tier.DISK, s) for s in steps))
+        self._resumed_at = 0
+        self._trace = ""
+
+    def execute(self) -> Summary:
+        recipe, backend = self._recipe, self._backend
+        exact = recipe.reduction == "ordered" and (
+            self._directory is None or self._directory.same_versions
+        )
+        path = self._directory.metrics if self._directory else None
+        metrics = MetricsLog(path, exact, (self._display.step, *map(_quiet, recipe.hooks)))
+        log_path = self._directory.events if self._directory else None
+        log = EventLog(log_path, recipe.policy, os.getpid())
+        driver = Driver(
+            self._program,
+            self._stream,
+            backend,
+            recipe.policy,
+            metrics,
+            self._store,
+            self._checkpoint_metadata(),
+            (lambda before, event, after, effects: log.append(event, after, effects), self._watch),
+        )
+        self._display.started(self._info())
+        with _draining(driver), contextlib.closing(metrics), contextlib.closing(log):
+            end = driver.run(Starting(), self._started())
+            summary = self._summarise(end, driver, metrics)
+        if self._directory:
+            self._directory.write_summary(asdict(summary))
+        self._display.finished(summary)
+        return summary
+
+    def _started(self) -> Started:
+        health = self._backend.probe(self._backend.devices)
+        return Started(
+            at=self._backend.now(),
+            num_steps=self._recipe.num_steps,
+            slices=frozenset(self._backend.devices),
+            up=slices_of(health, Health.UP, Health.EMPTIED),
+            sources=self._sources,
+            durable=self._store is not None,
+        )
+
+    def _info(self) -> RunInfo:
+        devices = self._backend.devices
+        return RunInfo(
+            self._recipe,
+            self._directory.path if self._directory else None,
+            len(devices),
+            len(next(iter(devices.values()))),
+            self._program.spec.nbytes,
+            self._store.steps() if self._store else (),
+        )
+
+    def _checkpoint_metadata(self) -> dict[str, Any]:
+        return {
+            "recipe_sha256": self._recipe.identity_sha256(),
+            "data": self._stream.fingerprint,
+            "seed": self._recipe.seed,
+            "global_batch": self._recipe.global_batch,
+            "versions": versions(),
+        }
+
+    def _watch(self, before: State, event: Event, after: State, _: tuple[Effect, ...]) -> None:
+        if type(event).__name__ == "Prepared" and not self._recoveries.started:
+            self._resumed_at = event.step
+        if type(event).__name__ == "ProgramFailed":
+            self._trace = event.trace
+        recovery = self._recoveries.update(before, event, after)
+        self._display.event(before, event, after)
+        if recovery:
+            self._display.recovered(recovery)
+
+    def _summarise(self, end: Done | Failed, driver: Driver, metrics: MetricsLog) -> Summary:
+        final = driver.final_state() if isinstance(end, Done) else None
+        compiles, hits = count_compiles()
+        script = getattr(self._backend, "script", None)
+        return Summary(
+            outcome=end.outcome if isinstance(end, Done) else "failed",
+            reason=end.reason if isinstance(end, Failed) else None,
+            steps=final.step if final else len(metrics.losses),
+            state_sha256=self._program.spec.sha256(final.leaves) if final else None,
+            finite=all_finite(final.leaves) if final else None,
+            consumed=driver.progress().to_json(),
+            losses=metrics.losses,
+            recoveries=[asdict(r) for r in self._recoveries.done],
+            compiles=compiles,
+            compile_cache_hits=hits,
+            unfired_faults=[str(f) for f in script.pending] if script else [],
+            seconds=self._backend.now(),
+            resumed_at=self._resumed_at,
+            pid=os.getpid(),
+            versions=versions(),
+            trace=self._trace,
+        )
+
+
+def _quiet(hook: Callable[[dict[str, Any]], None]) -> Callable[[Row], None]:
+    """A hook that fails is reported once and never stops training."""
+    failed = False
+
+    def call(row: Row) -> None:
+        nonlocal failed
+        try:
+            if not failed:
+                hook(asdict(row))
+        except Exception as error:
+            failed = True
+            print(f"elastix: hook {hook!r} failed and is off from now on: {error}", file=sys.stderr)
+
+    return call
+
+
+@contextlib.contextmanager
+def _draining(driver: Driver) -> Iterator[None]:
+    """SIGTERM and the first Ctrl-C end the run after the steps in flight; the second Ctrl-C ends
+    it at once. Only the main thread can take signals."""
+    numbers = (signal.SIGTERM, signal.SIGINT)
+
+    def ask(number: int, _: object) -> None:
+        driver.stop_requested = True
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    try:
+        before = {number: signal.signal(number, ask) for number in numbers}
+    except ValueError:
+        yield
+        return
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+

@@ -1,0 +1,1 @@
+"""Models to read, copy and change: one file a family, for one device, importing no elastix."""
