@@ -9,13 +9,11 @@ from elastix.machine import (
     Dispatched,
     Event,
     Finishing,
-    Prepare,
     Prepared,
     Probed,
     Restoring,
     Slices,
     SlicesLost,
-    Started,
     Starting,
     State,
     Training,
@@ -60,6 +58,7 @@ class Recoveries:
         """Whether a step was ever committed."""
         self._dispatched_at: dict[int, float] = {}
         self._mark = 0.0
+        self._old_mesh: Slices = frozenset()
 
     def update(self, before: State, event: Event, after: State) -> Recovery | None:
         """Returns the recovery that this event completed, if it did."""
@@ -79,15 +78,13 @@ class Recoveries:
         old = getattr(before, "mesh", frozenset())
         lost = self._lost(event) & old
         if isinstance(before, Training | Finishing):
-            step = before.train_state.step
-            kind = "loss" if lost else "regrow"
-            self.open = Recovery(kind, _cause(event), step)
+            committed = event.step if isinstance(event, Committed) else before.train_state.step
+            self.open = Recovery("loss" if lost else "regrow", _cause(event), committed)
             if isinstance(before, Training):
-                self.open.steps_abandoned = before.dispatched - before.committed
-            failed_at = self._dispatched_at.get(step + 1, event.at)
-            self._add("detect", event.at - failed_at if lost and step + 1 else 0.0)
-            self._old_mesh = old
-            self._mark = event.at
+                self.open.steps_abandoned = before.dispatched - committed
+            failed_at = self._dispatched_at.get(committed + 1, event.at)
+            self._add("detect", event.at - failed_at if lost else 0.0)
+            self._old_mesh, self._mark = old, event.at
         if self.open:
             self.open.lost = sorted({*self.open.lost, *lost})
 

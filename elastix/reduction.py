@@ -20,7 +20,7 @@ from jaxtyping import Array, Float, PyTree
 from elastix.mesh import SLICE
 
 
-def fold(values: Float[Array, "padded ..."], count: int) -> Float[Array, "..."]:
+def fold(values: Float[Array, "padded ..."], count: int) -> Float[Array, ...]:
     """The left fold of the first `count` rows; rows after them are padding and are not read."""
     zero = jnp.full(values.shape[1:], -0.0, values.dtype)
     return lax.scan(lambda acc, v: (acc + v, None), zero, values[:count])[0]
@@ -49,9 +49,7 @@ def sum_in_order(
         shapes = [x.shape[1:] for x in stacked]
         ends = [prod(s) for s in shapes]
         parts = jnp.split(total, [sum(ends[: i + 1]) for i in range(len(ends) - 1)])
-        return tuple(
-            p.reshape(s).astype(d) for p, s, d in zip(parts, shapes, dtypes, strict=True)
-        )
+        return tuple(p.reshape(s).astype(d) for p, s, d in zip(parts, shapes, dtypes, strict=True))
 
     reduce = jax.shard_map(
         local,

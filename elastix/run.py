@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import signal
 import sys
@@ -11,7 +12,6 @@ from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Protocol
-
 
 from elastix.backends import Backend, Health, slices_of
 from elastix.checkpoints import CheckpointStore
@@ -34,6 +34,7 @@ from elastix.program import Program
 from elastix.recipe import Recipe
 from elastix.recoveries import Recoveries, Recovery
 from elastix.run_directory import RunDirectory
+from elastix.saver import Saver
 from elastix.train_state import all_finite
 
 VERSIONED = ("elastix-jax", "jax", "jaxlib", "equinox", "optax", "orbax-checkpoint", "grain")
@@ -61,6 +62,7 @@ class RunInfo:
     run_dir: Path | None
     num_slices: int
     devices_per_slice: int
+    num_params: int
     state_bytes: int
     checkpoints: tuple[int, ...]
     """Steps found on disk; the run resumes from the newest good one."""
@@ -140,7 +142,7 @@ def train(
     sample = next(stream.batches(0))
     program = Program(recipe, sample, backend.devices)
     with contextlib.ExitStack() as stack:
-        directory = RunDirectory.open(run_dir, recipe, versions()) if run_dir else None
+        directory = RunDirectory.open(run_dir, recipe, stream.fingerprint, versions()) if run_dir else None
         if directory:
             stack.callback(directory.close)
         run = _Run(recipe, program, stream, backend, directory, display or NoDisplay())
@@ -173,6 +175,11 @@ class _Run:
                 directory.checkpoints, keep=recipe.policy.keep_checkpoints
             )
         steps = self._store.steps() if self._store else ()
+        if steps and steps[-1] > recipe.num_steps:
+            raise ValueError(
+                f"num_steps={recipe.num_steps} is less than what is done: {directory.path} has a "
+                f"checkpoint of step {steps[-1]}; ask for more steps or choose another --run-dir"
+            )
         self._sources = (Source(Tier.SEED, 0), *(Source(Tier.DISK, s) for s in steps))
         self._resumed_at = 0
         self._trace = ""
@@ -186,19 +193,24 @@ class _Run:
         metrics = MetricsLog(path, exact, (self._display.step, *map(_quiet, recipe.hooks)))
         log_path = self._directory.events if self._directory else None
         log = EventLog(log_path, recipe.policy, os.getpid())
+        saver = None
+        if self._store:
+            shapes, metadata = self._program.shapes, self._checkpoint_metadata()
+            saver = Saver(self._store, backend, shapes, metadata)
         driver = Driver(
             self._program,
             self._stream,
             backend,
             recipe.policy,
             metrics,
-            self._store,
-            self._checkpoint_metadata(),
+            saver,
             (lambda before, event, after, effects: log.append(event, after, effects), self._watch),
         )
         self._display.started(self._info())
         with _draining(driver), contextlib.closing(metrics), contextlib.closing(log):
             end = driver.run(Starting(), self._started())
+            if saver:
+                saver.close()
             summary = self._summarise(end, driver, metrics)
         if self._directory:
             self._directory.write_summary(asdict(summary))
@@ -217,13 +229,14 @@ class _Run:
         )
 
     def _info(self) -> RunInfo:
-        devices = self._backend.devices
+        devices, spec = self._backend.devices, self._program.spec
         return RunInfo(
             self._recipe,
             self._directory.path if self._directory else None,
             len(devices),
             len(next(iter(devices.values()))),
-            self._program.spec.nbytes,
+            sum(math.prod(s.shape) for s in spec.leaves if s.path in spec.trainable_paths),
+            spec.nbytes,
             self._store.steps() if self._store else (),
         )
 
@@ -253,9 +266,9 @@ class _Run:
         return Summary(
             outcome=end.outcome if isinstance(end, Done) else "failed",
             reason=end.reason if isinstance(end, Failed) else None,
-            steps=final.step if final else len(metrics.losses),
-            state_sha256=self._program.spec.sha256(final.leaves) if final else None,
-            finite=all_finite(final.leaves) if final else None,
+            steps=driver.committed,
+            state_sha256=self._program.spec.sha256(final) if final else None,
+            finite=all_finite(final) if final else None,
             consumed=driver.progress().to_json(),
             losses=metrics.losses,
             recoveries=[asdict(r) for r in self._recoveries.done],
@@ -306,5 +319,3 @@ def _draining(driver: Driver) -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-

@@ -25,8 +25,13 @@ class RunDirectory:
         self.summary = path / "summary.json"
 
     @staticmethod
-    def open(path: str | Path, recipe: Recipe, versions: dict[str, str]) -> RunDirectory:
+    def open(
+        path: str | Path, recipe: Recipe, data: dict[str, Any], versions: dict[str, str]
+    ) -> RunDirectory:
         """Create or take up a run directory.
+
+        Args:
+            data: the fingerprint of the data stream; a run goes on with the same data only.
 
         Raises:
             ValueError: it cannot be written, belongs to another recipe, holds something else, or
@@ -34,21 +39,14 @@ class RunDirectory:
         """
         path = Path(path)
         try:
-            path.mkdir(parents=True, exist_ok=True)
             stored = _read_recipe(path)
+            _refuse(path, stored, recipe, data)
+            path.mkdir(parents=True, exist_ok=True)
             lock = (path / "lock").open("a+")
+            _take(lock, path)
+            write_json(path / "recipe.json", _recipe_file(recipe, data, versions))
         except OSError as error:
             raise ValueError(f"run directory {path} cannot be written: {error}") from error
-        _take(lock, path)
-        try:
-            if stored is None:
-                _refuse_foreign_files(path)
-            else:
-                _refuse_other_recipe(path, stored, recipe)
-            write_json(path / "recipe.json", _recipe_file(recipe, versions))
-        except ValueError:
-            lock.close()
-            raise
         same = stored is None or stored["versions"] == versions
         return RunDirectory(path, lock, same)
 
@@ -66,11 +64,14 @@ def write_json(path: Path, value: Any) -> None:
     os.replace(temporary, path)
 
 
-def _recipe_file(recipe: Recipe, versions: dict[str, str]) -> dict[str, Any]:
+def _recipe_file(
+    recipe: Recipe, data: dict[str, Any], versions: dict[str, str]
+) -> dict[str, Any]:
     return {
         "format_version": FORMAT_VERSION,
         "identity_sha256": recipe.identity_sha256(),
         "identity": recipe.identity(),
+        "data": data,
         "num_steps": recipe.num_steps,
         "mesh": describe(recipe.mesh),
         "policy": describe(recipe.policy),
@@ -84,7 +85,7 @@ def _read_recipe(path: Path) -> dict[str, Any] | None:
         return None
     try:
         stored = json.loads(file.read_text(encoding="utf-8"))
-        stored["identity_sha256"], stored["identity"], stored["versions"]
+        stored["identity"], stored["data"], stored["versions"]
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{file} is damaged ({error}): choose another --run-dir") from error
     return stored
@@ -105,22 +106,28 @@ def _take(lock: TextIO, path: Path) -> None:
     lock.flush()
 
 
-def _refuse_foreign_files(path: Path) -> None:
-    foreign = sorted(p.name for p in path.iterdir() if p.name != "lock")
-    if foreign:
-        raise ValueError(
-            f"run directory {path} holds {foreign[0]} but no recipe.json: "
-            "choose an empty or a new directory"
-        )
-
-
-def _refuse_other_recipe(path: Path, stored: dict[str, Any], recipe: Recipe) -> None:
-    if stored["identity_sha256"] == recipe.identity_sha256():
+def _refuse(
+    path: Path, stored: dict[str, Any] | None, recipe: Recipe, data: dict[str, Any]
+) -> None:
+    """Refuse a directory that is not this run's, before anything in it is touched."""
+    if stored is None:
+        foreign = sorted(p.name for p in path.iterdir() if p.name != "lock") if path.exists() else ()
+        if foreign:
+            raise ValueError(
+                f"run directory {path} holds {foreign[0]} but no recipe.json: "
+                "choose an empty or a new directory"
+            )
         return
-    changed = "; ".join(_differences("", stored["identity"], recipe.identity())) or "its format"
-    raise ValueError(
-        f"run directory {path} belongs to another recipe ({changed}): choose another --run-dir"
-    )
+    _refuse_change(path, "recipe", stored["identity"], recipe.identity())
+    _refuse_change(path, "data", stored["data"], json.loads(json.dumps(data)))
+
+
+def _refuse_change(path: Path, what: str, old: dict[str, Any], new: dict[str, Any]) -> None:
+    changed = "; ".join(_differences("", old, new))
+    if changed:
+        raise ValueError(
+            f"run directory {path} belongs to another {what} ({changed}): choose another --run-dir"
+        )
 
 
 def _differences(where: str, old: Any, new: Any) -> list[str]:

@@ -55,9 +55,7 @@ def copy_to_host(leaves: Leaves, devices: frozenset[Any], step: int) -> HostCopy
     return HostCopy(step, shards)
 
 
-def to_devices(
-    whole: Mapping[str, np.ndarray], shardings: Mapping[str, NamedSharding]
-) -> Leaves:
+def to_devices(whole: Mapping[str, np.ndarray], shardings: Mapping[str, NamedSharding]) -> Leaves:
     """Put host arrays on a mesh, each device with a buffer of its own.
 
     `jax.device_put` of a replicated numpy array shares one buffer between all CPU devices, and

@@ -162,7 +162,7 @@ class TrainStep:
                 for part in (sums.total, sums.weight, sums.metrics)
             )
             grads = jax.tree.map(lambda g: (g / weight).astype(g.dtype), sums.grads)
-            grad_norm = optax.global_norm(grads)
+            grad_norm = optax.tree.norm(grads)
             trainable = eqx.filter(state.model, eqx.is_inexact_array)
             updates, opt_state = self.spec.optimizer.update(grads, state.opt_state, trainable)
             model = eqx.apply_updates(state.model, updates)
@@ -194,8 +194,8 @@ class Sums(eqx.Module):
     """What replicas add up to: stacked over replicas, or already summed."""
 
     grads: PyTree[Array]
-    total: Float[Array, "..."]
-    weight: Float[Array, "..."]
+    total: Float[Array, ...]
+    weight: Float[Array, ...]
     metrics: dict[str, Array]
 
 

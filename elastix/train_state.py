@@ -162,4 +162,3 @@ def all_finite(leaves: Mapping[str, np.ndarray]) -> bool:
         for x in leaves.values()
         if jnp.issubdtype(x.dtype, jnp.floating)
     )
-

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from orbax.checkpoint import v1 as ocp
 
 from elastix import checkpoints
 from elastix.checkpoints import CheckpointError, CheckpointStore, UnreadableHereError
@@ -119,10 +120,12 @@ def test_strided_transposed_and_frozen_arrays(store):
 
 
 def test_more_than_one_chunk(store):
-    # A length that is prime in bytes, over the size of a chunk.
-    leaves = {".w": np.random.default_rng(0).integers(0, 256, (64 << 20) + 13, dtype=np.uint8)}
+    # 64 bytes times a prime: by itself it has no divisor between 64 bytes and all of it.
+    leaves = {".w": np.random.default_rng(0).integers(0, 256, 64 * 1048583, dtype=np.uint8)}
     store.save(1, leaves, {})
     assert_same(store.load(1)[0], leaves)
+    (chunk,) = ocp.metadata(store.root / "1").metadata["leaves"].storage_metadata.chunk_shape
+    assert 32 << 20 <= chunk <= 64 << 20
 
 
 def test_metadata_lists_what_is_there(store):
@@ -526,6 +529,8 @@ for size in (0, 300, 4000, 100_000, 299_000):
         assert text.startswith(f"step {step} was not saved: "), text
         if size:
             assert "File too large" in text, text
+    if size == 4000:  # Orbax commits without a word when only the metadata did not fit
+        fails(CheckpointError, store.save, 3, {}, METADATA | {"note": "x" * 5000})
     limit(resource.RLIMIT_FSIZE, free)
     assert sorted(p.name for p in store.root.iterdir()) == ["1", "2"], list(store.root.iterdir())
     assert_same(store.load(1)[0], state(1))

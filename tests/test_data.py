@@ -612,6 +612,16 @@ def test_corrupt_array_records(tmp_path):
 # Bad input
 
 
+class Ends(Squares):
+    """An endless stream must not end in silence where its source does."""
+
+    def __init__(self):
+        super().__init__(10)
+
+    def __getitem__(self, index):
+        return next(iter([])) if index == 7 else super().__getitem__(index)
+
+
 def bad_file(tmp_path, name, content: bytes):
     path = tmp_path / name
     path.write_bytes(content)
@@ -720,6 +730,7 @@ def test_bad_tokenizer_file(tmp_path):
         (lambda: take(squares(source=[{"x": [1]}, {"x": [1, 2]}]), 9), ["record 1", "alike"]),
         (lambda: take(squares(source=[{"x": 1}, {"x": 1.0}]), 9), ["record 1", "alike"]),
         (lambda: take(squares(source=[{"x": 1}, None]), 9), ["record 1", "NoneType"]),
+        (lambda: take(squares(source=Ends()), 9), ["StopIteration", "another error"]),
         (lambda: stream([{"x": 1}], global_batch=1, seed=0, fingerprint="x"), ["'x'", "mapping"]),
         (
             lambda: stream([{"x": 1}], global_batch=1, seed=0, fingerprint={"seed": 1}),

@@ -131,6 +131,7 @@ def _until_error(iterator: grain.DatasetIterator) -> Iterator[dict[str, np.ndarr
     """Ends for good at the first exception: Grain would go on and skip a batch in silence."""
     try:
         yield from iterator
+        raise DataError("the source raised StopIteration; raise another error, or give the record")
     finally:
         iterator.close()
 

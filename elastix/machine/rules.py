@@ -59,10 +59,12 @@ from elastix.machine.verbs import (
     forget,
     host_source,
     lose,
+    on_disk,
     restore,
     resume_or_wait,
     save,
     snapshot_due,
+    stop_waiting,
     wants_regrow,
     watch,
 )
@@ -104,7 +106,7 @@ def fall_back(state: Restoring, event: SnapshotMissing | RestoreFailed, policy: 
     ledger = replace(state.ledger, sources=sources)
     if event.source.tier is Tier.SEED and isinstance(event, RestoreFailed):
         return Failed(f"the initial state cannot be built: {event.reason}"), NONE
-    return restore(ledger, state.mesh, event, policy)
+    return restore(ledger, state.mesh)
 
 
 def dispatch(state: Training, event: Dispatched, policy: Policy) -> Step:
@@ -139,7 +141,7 @@ def publish(state: Training | Finishing, event: Snapshotted, policy: Policy) -> 
     if isinstance(state, Finishing):
         return conclude(replace(state, ledger=ledger))
     effects: Effects = ()
-    if checkpoint_due(event.step, ledger, policy):
+    if checkpoint_due(event.step, ledger, policy) and not on_disk(ledger, event.step):
         ledger, effects = save(ledger, new)
     state = replace(state, ledger=ledger, owed=None, asked=None)
     nxt, more = advance(state, event, policy)
@@ -197,19 +199,20 @@ def probed(state: Training, event: Probed, policy: Policy) -> Step:
     gone = (event.emptied | event.down) & state.mesh
     if gone:
         return lose(state, gone, event, policy)
-    ledger = health(state.ledger, event)
+    ledger, effects = health(state.ledger, event)
     outside = (event.up | event.emptied) - state.mesh
     stable = tuple((s, state.ledger.stable_probes(s) + 1) for s in sorted(outside))
     state = replace(state, ledger=replace(ledger, stable=stable))
     if wants_regrow(state, policy):
-        return advance(state, event, policy)
-    return state, (WakeAt(ledger.epoch, event.at + policy.probe_every),)
+        nxt, more = advance(state, event, policy)
+        return nxt, effects + more
+    return state, (*effects, WakeAt(ledger.epoch, event.at + policy.probe_every))
 
 
-def health(ledger: Ledger, event: Probed) -> Ledger:
-    """What a probe says of slices outside the mesh: they hold no snapshot we rely on."""
-    ledger, _ = forget(ledger, event.emptied | event.down)
-    return replace(ledger, up=ledger.up | event.up | event.emptied)
+def health(ledger: Ledger, event: Probed) -> tuple[Ledger, Effects]:
+    """What a probe says of who is up. A slice that was emptied answers, and holds nothing."""
+    ledger, effects = forget(ledger, event.emptied | event.down)
+    return replace(ledger, up=ledger.up | event.up | event.emptied), effects
 
 
 def woke(state: Training, event: Woke, policy: Policy) -> Step:
@@ -218,11 +221,11 @@ def woke(state: Training, event: Woke, policy: Policy) -> Step:
 
 def waiting_probed(state: Waiting, event: Probed, policy: Policy) -> Step:
     """Go on as soon as the slices allow it, fail when the deadline has passed, or look again."""
-    ledger, effects = forget(state.ledger, event.emptied | event.down)
-    ledger = below(replace(ledger, up=ledger.up | event.up | event.emptied), event.at, policy)
+    ledger, effects = health(state.ledger, event)
+    ledger = below(ledger, event.at, policy)
     count = len(ledger.up)
     if count >= policy.min_slices and (count >= state.want or event.at >= state.until):
-        nxt, more = restore(ledger, choose_mesh(ledger.up, state.mesh, policy), event, policy)
+        nxt, more = restore(ledger, choose_mesh(ledger, state.mesh, policy))
         return nxt, effects + more
     limit = state.until
     if count < policy.min_slices:
@@ -274,8 +277,7 @@ def drain(state: Live, event: PreemptionNoticed, policy: Policy) -> Step:
     """Dispatch nothing more; the last answer in flight ends the run."""
     state = replace(state, ledger=replace(state.ledger, draining=True))
     if isinstance(state, Waiting):
-        durable = (s.step for s in state.ledger.sources if s.tier in (Tier.DISK, Tier.SEED))
-        return Done("preempted", None, max(durable, default=0)), NONE
+        return stop_waiting(state.ledger), NONE
     return advance(state, event, policy) if isinstance(state, Training) else (state, NONE)
 
 

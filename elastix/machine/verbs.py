@@ -40,7 +40,7 @@ NONE: Effects = ()
 # --- restore, wait, lose, regrow: the four verbs ---------------------------------------------
 
 
-def restore(ledger: Ledger, mesh: Slices, event: Event, policy: Policy) -> Step:
+def restore(ledger: Ledger, mesh: Slices) -> Step:
     """Rebuild the train state on `mesh` from the newest source, in a new epoch."""
     if not ledger.sources:
         return Failed("no snapshot or checkpoint is left to restore from"), NONE
@@ -54,8 +54,10 @@ def wait(ledger: Ledger, mesh: Slices, event: Event, policy: Policy) -> Step:
 
     Below `min_slices` there is no patience: the first moment with enough ends the wait.
     """
+    if ledger.draining:
+        return stop_waiting(ledger), NONE
     enough = len(ledger.up) >= policy.min_slices
-    want = len(choose_mesh(ledger.slices, mesh, policy))
+    want = most_slices(ledger, policy)
     until = event.at + policy.patience if enough else event.at
     ledger = replace(below(ledger, event.at, policy), epoch=ledger.epoch + 1, stable=())
     return Waiting(ledger, mesh, want, until), (Probe(ledger.epoch, ledger.slices),)
@@ -66,7 +68,7 @@ def lose(state: Live, slices: Slices, event: Event, policy: Policy) -> Step:
     ledger, effects = forget(state.ledger, slices)
     if isinstance(state, Waiting):
         return replace(state, ledger=below(ledger, event.at, policy)), effects
-    if not slices & state.mesh:
+    if not slices & involved(state):
         return replace(state, ledger=ledger), effects
     ledger = keep_live(state, slices, ledger, policy)
     ledger = replace(ledger, losses=ledger.losses + 1)
@@ -76,12 +78,12 @@ def lose(state: Live, slices: Slices, event: Event, policy: Policy) -> Step:
     return nxt, effects + more
 
 
-def regrow(state: Training, event: Event, policy: Policy) -> Step:
+def regrow(state: Training, policy: Policy) -> Step:
     """Move the committed state, as it is, onto a mesh that takes the stable slices back."""
     live = live_source(state, state.mesh)
     ledger = replace(state.ledger, sources=(*state.ledger.sources, live))
-    mesh = choose_mesh(joinable(state, policy) | state.mesh, state.mesh, policy)
-    return restore(ledger, mesh, event, policy)
+    able = replace(ledger, up=joinable(state, policy) | state.mesh)
+    return restore(ledger, choose_mesh(able, state.mesh, policy))
 
 
 # --- what the verbs are made of ---------------------------------------------------------------
@@ -114,11 +116,10 @@ def live_source(state: Training | Finishing, holders: Slices) -> Source:
 
 def resume_or_wait(ledger: Ledger, mesh: Slices, event: Event, policy: Policy) -> Step:
     """After a loss: go on with those left, or wait for a return."""
-    want = len(choose_mesh(ledger.slices, mesh, policy))
     short = len(ledger.up) < policy.min_slices
-    if short or (policy.patience > 0 and len(ledger.up) < want):
+    if short or (policy.patience > 0 and len(ledger.up) < most_slices(ledger, policy)):
         return wait(ledger, mesh, event, policy)
-    return restore(ledger, choose_mesh(ledger.up, mesh, policy), event, policy)
+    return restore(ledger, choose_mesh(ledger, mesh, policy))
 
 
 def below(ledger: Ledger, at: float, policy: Policy) -> Ledger:
@@ -128,9 +129,19 @@ def below(ledger: Ledger, at: float, policy: Policy) -> Ledger:
     return replace(ledger, below_since=at)
 
 
-def choose_mesh(up: Slices, members: Slices, policy: Policy) -> Slices:
-    """The slices to train on: members first, so that nothing moves without need."""
-    ranked = sorted(up, key=lambda s: (s not in members, s))
+def involved(state: Training | Restoring | Finishing) -> Slices:
+    """The slices whose loss ends what is going on."""
+    return state.mesh | state.source.holders if isinstance(state, Restoring) else state.mesh
+
+
+def most_slices(ledger: Ledger, policy: Policy) -> int:
+    return min(len(ledger.slices), policy.max_slices or len(ledger.slices))
+
+
+def choose_mesh(ledger: Ledger, members: Slices, policy: Policy) -> Slices:
+    """The slices to train on: members first, so that nothing moves without need, then those
+    that have been up longest."""
+    ranked = sorted(ledger.up, key=lambda s: (s not in members, -ledger.stable_probes(s), s))
     return frozenset(ranked[: policy.max_slices])
 
 
@@ -179,6 +190,16 @@ def host_source(ledger: Ledger, step: int) -> Source | None:
     return None
 
 
+def on_disk(ledger: Ledger, step: int) -> bool:
+    return any(s.tier is Tier.DISK and s.step == step for s in ledger.sources)
+
+
+def stop_waiting(ledger: Ledger) -> Done:
+    """The end of a run that is asked to stop while nothing runs: the durable tier is left."""
+    durable = (s.step for s in ledger.sources if s.tier in (Tier.DISK, Tier.SEED))
+    return Done("preempted", None, max(durable, default=0))
+
+
 def save(ledger: Ledger, source: Source) -> tuple[Ledger, Effects]:
     """Write `source` to disk, or owe it while another save is under way. Which holder writes
     depends on the step, so that no slice is special."""
@@ -202,11 +223,11 @@ def advance(state: Training, event: Event, policy: Policy) -> Step:
     ledger = state.ledger
     if state.owed is not None:
         return ask(state, Snapshot(ledger.epoch, state.owed)) if drained else (state, NONE)
-    if state.dispatched == ledger.num_steps or ledger.draining:
-        why = "done" if state.dispatched == ledger.num_steps else "preempted"
+    if state.dispatched >= ledger.num_steps or ledger.draining:
+        why = "done" if state.dispatched >= ledger.num_steps else "preempted"
         return finish(state, why) if drained else (state, NONE)
     if wants_regrow(state, policy):
-        return regrow(state, event, policy) if drained else (state, NONE)
+        return regrow(state, policy) if drained else (state, NONE)
     if state.dispatched - state.committed == policy.inflight:
         return state, NONE
     return ask(state, RunStep(ledger.epoch, state.dispatched + 1))
@@ -230,8 +251,7 @@ def conclude(state: Finishing) -> Step:
     snapshot = host_source(ledger, step)
     if snapshot is None:
         return state, (Snapshot(ledger.epoch, step),)
-    on_disk = any(s.tier is Tier.DISK and s.step == step for s in ledger.sources)
-    if ledger.durable and not on_disk:
+    if ledger.durable and not on_disk(ledger, step):
         ledger, effects = save(ledger, snapshot)
         return replace(state, ledger=ledger), effects
     return Done(state.why, state.train_state, state.iterator_state), NONE

@@ -1,0 +1,7 @@
+"""`python -m elastix`: the command line."""
+
+import sys
+
+from elastix.cli import main
+
+sys.exit(main())

@@ -1,0 +1,153 @@
+"""The arrays behind the names of the machine: train states on devices, copies in host memory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import numpy as np
+
+from elastix.backends import Backend, Health, slices_of
+from elastix.classification import SliceLostError
+from elastix.machine import (
+    Done,
+    Failed,
+    Finishing,
+    Restoring,
+    Slices,
+    Source,
+    Starting,
+    State,
+    Tier,
+    Training,
+)
+from elastix.program import Batch, Program
+from elastix.progress import Progress
+from elastix.saver import Saver
+from elastix.snapshots import copy_to_host, move, to_devices
+from elastix.train_state import Leaves
+
+
+class Arrays:
+    """Builds, steps, copies and frees train states; keyed by (epoch, step)."""
+
+    def __init__(self, program: Program, backend: Backend, saver: Saver | None):
+        self._program, self._backend, self._saver = program, backend, saver
+        self._states: dict[tuple[int, int], Leaves] = {}
+        self._unpublished: set[int] = set()
+
+    def compile(self, mesh: Slices) -> None:
+        """See that the step's executable for `mesh` exists."""
+        self._program.step(mesh)
+
+    def step(self, epoch: int, step: int, mesh: Slices, batch: Batch) -> dict[str, Any]:
+        """Dispatch the update from `step - 1` to `step`; returns its results, as futures.
+
+        The input is donated, and gone, unless the policy looks back to live states.
+        """
+        before = (epoch, step - 1)
+        on_mesh = self._program.put_batch(batch, mesh)
+        leaves, results = self._program.step(mesh)(self._states[before], on_mesh)
+        if self._program.donates:
+            del self._states[before]
+        self._states[epoch, step] = leaves
+        return results
+
+    def restore(
+        self, source: Source, epoch: int, mesh: Slices, known: dict[int, Progress]
+    ) -> Progress | None:
+        """Build the state of `source` on `mesh`; None if no holder has it.
+
+        Args:
+            known: the progress of steps that this process has seen.
+
+        Raises:
+            CheckpointError: a checkpoint cannot be trusted; it was set aside.
+            SliceLostError: a slice that was read or written is not alive afterwards.
+        """
+        self._backend.admit(mesh - source.holders)
+        leaves, progress = self._build(source, mesh, known)
+        if leaves is None:
+            return None
+        jax.block_until_ready(leaves)
+        self._require(mesh | source.holders, "restoring")
+        self._states[epoch, source.step] = leaves
+        return progress
+
+    def _build(
+        self, source: Source, mesh: Slices, known: dict[int, Progress]
+    ) -> tuple[Leaves | None, Progress]:
+        shardings = self._program.shardings(mesh)
+        match source.tier:
+            case Tier.SEED:
+                return self._program.initial(mesh), Progress()
+            case Tier.LIVE:
+                leaves = self._states.get((source.epoch, source.step))
+                donors = self._program.devices(source.holders)
+                moved = move(leaves, donors, shardings) if leaves else None
+                return moved, known[source.step]
+            case Tier.HOST:
+                whole = self._host_copy(source.step, source.holders)
+                return (to_devices(whole, shardings) if whole else None), known[source.step]
+            case Tier.DISK:
+                assert self._saver
+                whole, metadata = self._saver.load(source.step)
+                return to_devices(whole, shardings), Progress.from_json(metadata["progress"])
+
+    def _host_copy(self, step: int, holders: Slices) -> dict[str, np.ndarray] | None:
+        memories = (self._backend.host_memory(s) for s in sorted(holders))
+        copy = next((m[step] for m in memories if step in m), None)
+        return copy.whole(self._program.shapes) if copy else None
+
+    def snapshot(self, epoch: int, step: int, mesh: Slices) -> None:
+        """Copy the committed state of `step` whole to the host memory of every slice.
+
+        Raises:
+            SliceLostError: a slice is not alive after the copy, so that none of them counts.
+        """
+        leaves = self._states[epoch, step]
+        copies = {
+            s: copy_to_host(leaves, self._program.devices(frozenset({s})), step)
+            for s in sorted(mesh)
+        }
+        self._require(mesh, "a host snapshot")
+        for slice_id, copy in copies.items():
+            self._backend.host_memory(slice_id)[step] = copy
+        self._unpublished.add(step)
+
+    def published(self, step: int) -> None:
+        """The machine knows the snapshot of `step`: from now on its state decides how long."""
+        self._unpublished.discard(step)
+
+    def final(self, step: int, mesh: Slices) -> dict[str, np.ndarray] | None:
+        """The whole leaves after `step`, from a snapshot of a slice that was alive after the
+        copy; None if there is none."""
+        return self._host_copy(step, mesh)
+
+    def _require(self, slices: Slices, during: str) -> None:
+        """What was read or written is only good if these slices are alive after it."""
+        health = self._backend.probe(sorted(slices))
+        gone = slices_of(health, Health.DOWN, Health.EMPTIED)
+        if gone:
+            names = ", ".join(map(str, sorted(gone)))
+            raise SliceLostError(gone, f"slice {names} does not hold its canary after {during}")
+
+    def release(self, state: State) -> None:
+        """Free the arrays and host copies that the state does not name."""
+        if isinstance(state, Starting | Done | Failed):
+            return
+        ledger = state.ledger
+        live = {(s.epoch, s.step) for s in ledger.sources if s.tier is Tier.LIVE}
+        first = state.train_state.step if isinstance(state, Training | Finishing) else 0
+        current = isinstance(state, Training | Finishing | Restoring)
+        for epoch, step in list(self._states):
+            named = current and epoch == ledger.epoch and step >= first
+            if not named and (epoch, step) not in live:
+                del self._states[epoch, step]
+        hosted = {s.step for s in ledger.sources if s.tier is Tier.HOST} | self._unpublished
+        if ledger.saving:
+            hosted.add(ledger.saving.step)
+        for slice_id in self._backend.devices:
+            memory = self._backend.host_memory(slice_id)
+            for step in set(memory) - hosted:
+                del memory[step]

@@ -1,0 +1,90 @@
+"""The command line: `elastix run` and `elastix verify`. How it ends is an exit status."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import sys
+import traceback
+import warnings
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from elastix.command import Command, parse
+from elastix.display import open_display
+from elastix.overrides import print_field_help
+from elastix.preparation import prepare, simulated_backend
+from elastix.run import Summary, train
+from elastix.verify import verify
+
+DONE, FAILED, USAGE, PREEMPTED, INTERRUPTED = 0, 1, 2, 75, 130
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line `argv`, by default the process's own, and return its exit status.
+
+    0 done, 1 failed, 2 usage or bad input (nothing was changed), 75 preempted, 130 interrupted.
+    """
+    try:
+        command = parse(sys.argv[1:] if argv is None else argv)
+        if command is None:
+            return DONE
+        with _quiet():
+            return _execute(command)
+    except ValueError as error:
+        return _say(str(error), USAGE)
+    except KeyboardInterrupt:
+        return _say("interrupted: run the same command again to go on", INTERRUPTED)
+
+
+def _execute(command: Command) -> int:
+    if command.wants_help:
+        print_field_help(prepare(command).recipe, f"elastix {command.name} {command.recipe}")
+        return DONE
+    if command.name == "run":
+        return _run(command)
+    difference = verify(command)
+    return DONE if difference is None else _say(difference, FAILED)
+
+
+def _run(command: Command) -> int:
+    prepared = prepare(command)
+    backend = simulated_backend(command)
+    run_dir = Path(command.run_dir or Path("runs", prepared.name))
+    display = open_display(prepared.name)
+    try:
+        with display:
+            summary = train(prepared.recipe, backend=backend, run_dir=run_dir, display=display)
+    except Exception as error:
+        if isinstance(error, ValueError) and not display.has_started and "\n" not in str(error):
+            raise  # bad input: the message names the value and the remedy
+        traceback.print_exc()
+        return _say(f"failed: {type(error).__name__}: {error}", FAILED)
+    return _end(summary)
+
+
+def _end(summary: Summary) -> int:
+    """What is left to say of a run that came to an end of its own."""
+    if summary.outcome == "failed":
+        sys.stderr.write(summary.trace)
+        _say(f"failed: {summary.reason}", FAILED)
+    elif summary.exit_status == PREEMPTED:
+        _say(f"preempted after step {summary.steps}: run the same command again to go on", 0)
+    return summary.exit_status
+
+
+def _say(line: str, status: int) -> int:
+    """Tell standard error in one line why the exit status is what it is."""
+    print(f"elastix: {' '.join(line.split())}", file=sys.stderr, flush=True)
+    return status
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep the libraries' warnings and logs off the terminal, unless Python was asked for them."""
+    for name in ("absl", "grain", "jax", "orbax"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    with warnings.catch_warnings():
+        if not sys.warnoptions:
+            warnings.simplefilter("ignore")
+        yield

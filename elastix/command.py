@@ -1,0 +1,218 @@
+"""What was written on the command line, as one frozen value; and the help for it."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NoReturn
+
+from elastix.faults import Fault, Lose, Return
+from elastix.faults import parse as parse_fault
+
+_ABOUT = """\
+elastix trains on several slices of devices, loses some, and carries on.
+
+  elastix run RECIPE      train, or resume, a recipe
+  elastix verify RECIPE   train it with and without the faults given, and compare the bits
+
+RECIPE is file.py, file.py:function or package.module:function; the function, `recipe` unless it
+is named, returns an elastix.Recipe.
+
+examples:
+  elastix run recipes/quickstart.py
+  elastix run recipes/quickstart.py --lose 1@40 --return 1@80
+  elastix verify recipes/quickstart.py --lose 1@40 --lose 0@60 --return 1@80 --return 0@80
+
+`elastix run --help` tells the options, `elastix run RECIPE --help` also the recipe's own fields."""
+
+_RUN = """\
+Train a recipe to its end, through every loss and return of slices. Run again with the same run
+directory, it resumes from its newest good checkpoint.
+
+examples:
+  elastix run recipes/quickstart.py
+  elastix run recipes/quickstart.py --steps 60 --lose 1@20 --return 1@40
+  elastix run recipes.quickstart:recipe --slices 2 --policy.min-slices 2 --optimizer.peak 1e-3"""
+
+_VERIFY = """\
+Train a recipe twice, in two processes: with the faults given and without any. The exit status is 0
+only if both end with the same bits (state_sha256), after the same examples in the same order
+(consumed), with the same losses; and if every fault fired, the state is finite, the checkpoint on
+disk is the state reported, and training changed the model.
+
+example:
+  elastix verify recipes/quickstart.py --lose 1@40 --lose 0@60 --return 1@80 --return 0@80"""
+
+_MORE = """\
+fields of the recipe:
+  --FIELD VALUE           replaces any plain field of the recipe, such as --global-batch 48,
+                          --optimizer.peak 1e-3, --model.num-layers 2 or --policy.min-slices 2;
+                          all come after RECIPE, and `elastix run RECIPE --help` lists them
+
+exit status:
+  0 done   1 failed, with the reason on one line   2 usage or bad input, nothing was changed
+  75 preempted: the same command resumes   130 interrupted twice (the first Ctrl-C saves and stops)
+
+a run directory holds:
+  recipe.json     whose it is, and with which versions it was run
+  metrics.jsonl   one row a step: loss, slices, seconds, tokens, learning_rate
+  events.jsonl    every event, and the state it led to
+  checkpoints/    the newest checkpoints, each with checksums
+  summary.json    how the run ended: outcome, state_sha256, consumed, recoveries, compiles"""
+
+
+_TEXTS = {"run": _RUN, "verify": _VERIFY}
+
+
+@dataclass(frozen=True)
+class Command:
+    """One command; `fields` are the arguments that name fields of the recipe."""
+
+    name: str
+    recipe: str
+    run_dir: str | None = None
+    backend: str = "simulated"
+    slices: int = 4
+    devices_per_slice: int = 2
+    faults: tuple[Fault, ...] = ()
+    fields: tuple[str, ...] = ()
+    compile_cache: str | None = None
+    keep: bool = False
+    wants_help: bool = False
+
+    def child_arguments(self, run_dir: str, with_faults: bool) -> list[str]:
+        """The arguments of `elastix run` that run the same, in another directory."""
+        faults = [part for fault in self.faults for part in str(fault).split()]
+        return [
+            *("run", self.recipe, "--run-dir", run_dir, "--backend", self.backend),
+            *("--slices", str(self.slices), "--devices-per-slice", str(self.devices_per_slice)),
+            *(("--compile-cache", self.compile_cache) if self.compile_cache else ()),
+            *(faults if with_faults else ()),
+            *self.fields,
+        ]
+
+
+def parse(argv: Sequence[str]) -> Command | None:
+    """The command that `argv` gives; None if it asked for general help, which was printed.
+
+    Raises:
+        ValueError: it is no command that elastix knows; one line with the remedy.
+    """
+    if not argv or argv[0] in ("-h", "--help"):
+        print(_ABOUT)
+        return None
+    name, *rest = argv
+    if name not in _TEXTS:
+        raise ValueError(f"{name!r} is no command: use {' or '.join(_TEXTS)} (elastix --help)")
+    parser = _parser(name)
+    options, places, fields = _split(rest)
+    wants_help = "--help" in options
+    if wants_help:
+        parser.print_help()
+        if not places:
+            return None
+        options.remove("--help")
+    if len(places) != 1:
+        what = f"{len(places)} RECIPEs: {', '.join(places)}" if places else "no RECIPE"
+        raise ValueError(
+            f"{what}: write `elastix {name} RECIPE`, with fields of the recipe after it"
+        )
+    return _command(name, places[0], parser.parse_args([*options, places[0]]), fields, wants_help)
+
+
+def _command(
+    name: str, recipe: str, given: argparse.Namespace, fields: list[str], wants_help: bool
+) -> Command:
+    losses = [parse_fault(Lose, text) for text in given.lose]
+    returns = [parse_fault(Return, text) for text in vars(given)["return"]]
+    for option in ("slices", "devices_per_slice"):
+        if getattr(given, option) < 1:
+            flag = option.replace("_", "-")
+            raise ValueError(f"--{flag} {getattr(given, option)}: use 1 or more")
+    if given.steps is not None:
+        fields = ["--num-steps", str(given.steps), *fields]
+    return Command(
+        name=name,
+        recipe=recipe,
+        run_dir=given.run_dir,
+        backend=given.backend,
+        slices=given.slices,
+        devices_per_slice=given.devices_per_slice,
+        faults=(*losses, *returns),
+        fields=tuple(fields),
+        compile_cache=given.compile_cache,
+        keep=getattr(given, "keep", False),
+        wants_help=wants_help,
+    )
+
+
+_WITH_VALUE = (
+    *("--run-dir", "--backend", "--slices", "--devices-per-slice", "--steps"),
+    *("--lose", "--return", "--compile-cache"),
+)
+_ALONE = ("--keep", "--help")
+
+
+def _split(arguments: Sequence[str]) -> tuple[list[str], list[str], list[str]]:
+    """(elastix's own options with their values, what stands before any field, fields of the recipe
+    with all that follows each)."""
+    options: list[str] = []
+    places: list[str] = []
+    fields: list[str] = []
+    into = places
+    rest = iter("--help" if a == "-h" else a for a in arguments)
+    for argument in rest:
+        if argument in _ALONE:
+            options.append(argument)
+        elif argument.partition("=")[0] in _WITH_VALUE:
+            options.append(argument)
+            if "=" not in argument:
+                options += [value] if (value := next(rest, None)) is not None else []
+        else:
+            if argument.startswith("--"):
+                into = fields
+            into.append(argument)
+    return options, places, fields
+
+
+class _Parser(argparse.ArgumentParser):
+    """Bad usage is a ValueError of one line, not a page and an exit."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ValueError(f"{message} ({self.prog} --help)")
+
+
+def _parser(name: str) -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog=f"elastix {name}",
+        usage=f"elastix {name} RECIPE [options] [--FIELD VALUE]...",
+        description=_TEXTS[name],
+        epilog=_MORE,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("recipe", metavar="RECIPE", help="file.py, file.py:function or package.module:function")
+    default = "runs/<recipe>" if name == "run" else "a temporary one, removed on success"
+    add("--run-dir", metavar="DIR", help=f"directory of the run's files (default: {default})")
+    add(
+        "--backend",
+        metavar="NAME",
+        default="simulated",
+        help="simulated: CPU devices grouped into slices (the default); pathways: Cloud TPU slices",
+    )
+    add("--slices", metavar="N", type=int, default=4, help="number of slices (default: 4)")
+    add("--devices-per-slice", metavar="N", type=int, default=2, help="(default: 2)")
+    add("--steps", metavar="N", type=int, help="train so many steps: short for --num-steps N")
+    fault = {"action": "append", "default": [], "metavar": "S@STEP"}
+    add("--lose", **fault, help="lose slice S, counted from 0, while STEP runs; S@12.5s: at 12.5 s")
+    add("--return", **fault, help="bring it back, with empty memory, when STEP is committed")
+    add(
+        "--compile-cache",
+        metavar="DIR|off",
+        help="where compiled programs are kept between runs (default: ~/.cache/elastix/jax)",
+    )
+    if name == "verify":
+        add("--keep", action="store_true", help="keep both run directories on success too")
+    return parser

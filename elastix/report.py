@@ -1,0 +1,318 @@
+"""PURE: what a person reads of a run, as lines of text."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Iterable, Sequence
+from statistics import median
+from typing import TYPE_CHECKING
+
+from elastix.machine import (
+    DataFailed,
+    Event,
+    Failed,
+    PreemptionNoticed,
+    Prepared,
+    RestoreFailed,
+    Restoring,
+    Saved,
+    SaveFailed,
+    Source,
+    State,
+    Tier,
+    Waiting,
+)
+from elastix.metrics import Row
+from elastix.recoveries import Recovery
+
+if TYPE_CHECKING:
+    from elastix.run import RunInfo, Summary
+
+PHASES = ("detect", "wait", "restore", "compile", "first_step")
+"""The phases of a recovery, in the order in which they pass."""
+
+_RECENT = 20
+_SOURCES = {
+    "live": "the surviving slices' own memory",
+    "host": "a snapshot in host memory",
+    "disk": "a checkpoint on disk",
+    "seed": "the seed: training began anew",
+}
+
+
+# --- at the start -----------------------------------------------------------------------------
+
+
+def start_lines(info: RunInfo, name: str) -> list[str]:
+    """What runs, on what, and from where it goes on."""
+    recipe, policy = info.recipe, info.recipe.policy
+    most = "all" if policy.max_slices is None else str(policy.max_slices)
+    lookback = "the last step" if policy.lookback == "live" else "a host snapshot"
+    return [
+        f"{name}: {recipe.num_steps} steps on {info.num_slices} slices "
+        f"x {info.devices_per_slice} devices",
+        *_fields(
+            ("state", f"{_count(info.num_params)} parameters, {_bytes(info.state_bytes)} in all"),
+            ("work", _work(info)),
+            ("reduction", _reduction(recipe.reduction)),
+            (
+                "policy",
+                f"{policy.min_slices} to {most} slices; after a loss go back to {lookback} (one "
+                f"every {policy.snapshot_every} steps); {_checkpoints(policy.checkpoint_every)}; "
+                f"patience {policy.patience:g} s, deadline {policy.deadline:g} s",
+            ),
+            ("run dir", f"{info.run_dir or 'none: nothing is kept'}; {resume_point(info)}"),
+        ),
+    ]
+
+
+def resume_point(info: RunInfo) -> str:
+    """Where the run starts, in words."""
+    if not info.checkpoints:
+        return "starts anew from step 0"
+    newest, last = info.checkpoints[-1], info.recipe.num_steps
+    if newest >= last:
+        return f"complete already: its checkpoint of step {newest} is the end"
+    return f"resumes from its checkpoint of step {newest}"
+
+
+def _work(info: RunInfo) -> str:
+    recipe = info.recipe
+    shares = recipe.useful_shares(info.num_slices).items()
+    useful = ", ".join(f"{share:.0%} on {slices}" for slices, share in shares)
+    return (
+        f"{recipe.global_batch} examples a step in R={recipe.num_replicas} logical replicas; "
+        f"useful share by number of slices: {useful}"
+    )
+
+
+def _reduction(name: str) -> str:
+    same = "the same bits on any number of slices"
+    return f"ordered: {same}" if name == "ordered" else f"fast: not {same}"
+
+
+def _checkpoints(every: int) -> str:
+    return f"a checkpoint every {every} steps" if every else "a checkpoint at the end only"
+
+
+# --- while it runs ----------------------------------------------------------------------------
+
+
+class Pace:
+    """How fast the last steps went."""
+
+    def __init__(self, info: RunInfo):
+        self._info = info
+        self._seconds: deque[float] = deque(maxlen=_RECENT)
+        self._rates: deque[float] = deque(maxlen=_RECENT)
+
+    def add(self, row: Row) -> None:
+        if row.seconds > 0:
+            self._seconds.append(row.seconds)
+            devices = row.slices * self._info.devices_per_slice
+            self._rates.append(row.tokens / row.seconds / devices)
+
+    @property
+    def tokens_per_device(self) -> float:
+        """Weighted targets each second on each live device: the median of recent steps."""
+        return median(self._rates) if self._rates else 0.0
+
+    def seconds_left(self, step: int) -> float:
+        """Until the last step, if no slice is lost or found."""
+        left = self._info.recipe.num_steps - step
+        return median(self._seconds) * left if self._seconds else math.nan
+
+
+def step_text(row: Row, info: RunInfo, pace: Pace) -> str:
+    """One committed step, without its number."""
+    left = pace.seconds_left(row.step)
+    return (
+        f"loss {row.loss:.4f}  {_count(pace.tokens_per_device)} tokens/s/device  "
+        f"slices {row.slices}/{info.num_slices}  {_duration(left)} left"
+    )
+
+
+def step_line(row: Row, info: RunInfo, pace: Pace) -> str:
+    """One committed step."""
+    width = len(str(info.recipe.num_steps))
+    return f"step {row.step:>{width}}/{info.recipe.num_steps}  {step_text(row, info, pace)}"
+
+
+def waiting_line(state: Waiting, at: float) -> str:
+    """That nothing trains, for what and until when."""
+    ledger = state.ledger
+    until = max(0.0, state.until - at)
+    return (
+        f"waiting: {len(ledger.up)} of {len(ledger.slices)} slices are up, {state.want} wanted, "
+        f"for up to {_duration(until)}"
+    )
+
+
+def restoring_line(state: Restoring) -> str:
+    """What the next mesh starts from."""
+    return f"restoring slices {_names(state.mesh)} from {source_text(state.source)}"
+
+
+def source_text(source: Source) -> str:
+    """A source of a train state, in words."""
+    if source.tier is Tier.SEED:
+        return _SOURCES["seed"]
+    return f"{_SOURCES[source.tier.value]} of step {source.step}"
+
+
+def event_line(event: Event, after: State) -> str | None:
+    """What a person should know of an event beside steps and recoveries; None: nothing."""
+    match event:
+        case PreemptionNoticed():
+            return "stopping: the steps in flight are finished and saved (Ctrl-C: stop at once)"
+        case SaveFailed():
+            return f"the checkpoint of step {event.step} was not written: {event.reason}"
+        case RestoreFailed():
+            return f"{source_text(event.source)} cannot be used: {event.reason}"
+        case DataFailed() if not isinstance(after, Failed):
+            return f"the data of step {event.step} are read again: {event.reason}"
+    return None
+
+
+def progress_note(event: Event) -> str | None:
+    """What passes in the background, for a line that is written over."""
+    match event:
+        case Saved():
+            return f"checkpoint {event.step}"
+        case Prepared():
+            return ""
+    return None
+
+
+# --- a recovery -------------------------------------------------------------------------------
+
+
+def recovery_title(recovery: Recovery) -> str:
+    """One line: what happened."""
+    if recovery.kind == "loss":
+        return f"slice {_names(recovery.lost)} lost after step {recovery.step}"
+    if recovery.found:
+        return f"slice {_names(recovery.found)} came back after step {recovery.step}"
+    return f"{recovery.kind} after step {recovery.step}"
+
+
+def recovery_lines(recovery: Recovery, num_slices: int) -> list[str]:
+    """The block of one recovery; its figures are those of `summary.json`."""
+    source = _SOURCES.get(recovery.source or "", "nowhere")
+    lost, found = _names(recovery.lost), _names(recovery.found)
+    fields = [("noticed", recovery.cause)]
+    if recovery.kind != "loss" and lost:
+        fields.append(("lost", f"slice {lost}"))
+    if recovery.kind == "loss" and found:
+        fields.append(("came back", f"slice {found}"))
+    fields += [
+        ("state from", f"{source}, of step {recovery.resumed_at}"),
+        (
+            "cost",
+            f"{_plural(recovery.steps_lost, 'step')} lost, "
+            f"{recovery.steps_abandoned} in flight abandoned, "
+            f"{_plural(recovery.compiles, 'program')} compiled",
+        ),
+        (
+            "goes on",
+            f"from step {recovery.resumed_at} on slices {_names(recovery.slices)} "
+            f"({len(recovery.slices)} of {num_slices})",
+        ),
+        ("seconds", seconds_text(recovery)),
+    ]
+    return _fields(*fields)
+
+
+def seconds_text(recovery: Recovery) -> str:
+    """Seconds by phase and their sum."""
+    phases = [f"{name} {recovery.seconds.get(name, 0.0):.3f}" for name in PHASES]
+    return ", ".join([*phases, f"total {recovery.total_seconds:.3f}"])
+
+
+# --- at the end ---------------------------------------------------------------------------------
+
+
+def summary_lines(
+    summary: Summary, info: RunInfo, unigram_loss: float | None = None
+) -> list[str]:
+    """How the run ended; the reason of a failure is not among it."""
+    fields = []
+    if summary.losses:
+        fields.append(("final loss", loss_text(summary.losses[-1], unigram_loss)))
+    if summary.state_sha256:
+        fields.append(("state", f"sha256 {summary.state_sha256}"))
+    consumed = summary.consumed
+    fields += [
+        ("consumed", f"{consumed['examples']} examples, sha256 {consumed['sha256']}"),
+        ("recoveries", _recoveries_text(summary.recoveries)),
+        (
+            "compiled",
+            f"{_plural(summary.compiles, 'program')}, and {summary.compile_cache_hits} "
+            "from the persistent cache",
+        ),
+        ("process", f"pid {summary.pid}"),
+    ]
+    if info.run_dir:
+        fields.append(("run dir", str(info.run_dir)))
+    if summary.unfired_faults:
+        fields.append(("not fired", ", ".join(summary.unfired_faults)))
+    steps = f"{summary.steps} of {info.recipe.num_steps} steps"
+    return [f"{summary.outcome}: {steps} in {_duration(summary.seconds)}", *_fields(*fields)]
+
+
+def loss_text(loss: float, unigram_loss: float | None) -> str:
+    """The loss, beside that of knowing how often each token occurs and nothing else."""
+    if unigram_loss is None:
+        return f"{loss:.4f}"
+    below = unigram_loss - loss
+    where = f"{abs(below):.4f} {'below' if below >= 0 else 'ABOVE'}"
+    return f"{loss:.4f}, {where} the {unigram_loss:.4f} of knowing token frequencies alone"
+
+
+def _recoveries_text(recoveries: Sequence[dict]) -> str:
+    if not recoveries:
+        return "none"
+    kinds = [r["kind"] for r in recoveries]
+    counts = ", ".join(f"{kinds.count(kind)} {kind}" for kind in dict.fromkeys(kinds))
+    redone = sum(r["steps_lost"] for r in recoveries)
+    return f"{len(recoveries)} ({counts}); {_plural(redone, 'step')} redone in all"
+
+
+# --- words --------------------------------------------------------------------------------------
+
+
+def _fields(*pairs: tuple[str, str]) -> list[str]:
+    return [f"  {name:<11}{' '.join(text.split())}" for name, text in pairs]
+
+
+def _names(slices: Iterable[int]) -> str:
+    return ", ".join(map(str, sorted(slices)))
+
+
+def _plural(count: int, noun: str) -> str:
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
+def _count(value: float) -> str:
+    for size, unit in ((1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if value >= size:
+            return f"{value / size:.3g} {unit}"
+    return f"{value:.0f}"
+
+
+def _bytes(value: int) -> str:
+    for size, unit in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
+        if value >= size:
+            return f"{value / size:.3g} {unit}"
+    return f"{value} bytes"
+
+
+def _duration(seconds: float) -> str:
+    if math.isnan(seconds):
+        return "?"
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    whole = round(seconds)
+    hours, minutes = divmod(whole // 60, 60)
+    return f"{hours}:{minutes:02}:{whole % 60:02}" if hours else f"{minutes}:{whole % 60:02} min"
