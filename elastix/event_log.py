@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from enum import Enum
 from pathlib import Path
 from typing import Any
 
+from elastix.jsonl import append, read_rows
 from elastix.machine import Effect, Event, Policy, State
 
 VERSION = 1
@@ -34,8 +34,9 @@ class EventLog:
     """
 
     def __init__(self, path: Path | None, policy: Policy, pid: int):
+        self._policy, self._pid = policy, pid
+        self._seq = len(read_rows(path)) if path else 0
         self._file = path.open("a", encoding="utf-8") if path else None
-        self._policy, self._pid, self._seq = policy, pid, 0
 
     def append(self, event: Event, state: State, effects: tuple[Effect, ...]) -> None:
         if self._file is None:
@@ -52,8 +53,7 @@ class EventLog:
         if type(event).__name__ == "Started":
             row["event"] |= {"policy": encode(self._policy), "pid": self._pid}
         self._seq += 1
-        self._file.write(json.dumps(row) + "\n")
-        self._file.flush()
+        append(self._file, row)
 
     def close(self) -> None:
         if self._file:

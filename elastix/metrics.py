@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+from elastix.jsonl import append, read_rows
 
 
 @dataclass(frozen=True)
@@ -58,23 +59,11 @@ class MetricsLog:
         self._exact, self._listeners = exact, listeners
         self._file = None
         if path is not None:
-            self._read(path)
+            rows = read_rows(path)
+            self.losses = [row["loss"] for row in rows]
+            if [row["step"] for row in rows] != list(range(1, len(rows) + 1)):
+                raise ValueError(f"{path} does not count its steps from 1: move the file away")
             self._file = path.open("a", encoding="utf-8")
-
-    def _read(self, path: Path) -> None:
-        """Take up the rows of an earlier process, and cut a torn last line."""
-        if not path.exists():
-            return
-        data = path.read_bytes()
-        whole = data[: data.rfind(b"\n") + 1]
-        if len(whole) < len(data):
-            with path.open("r+b") as file:
-                file.truncate(len(whole))
-        for number, line in enumerate(whole.splitlines(), 1):
-            row = json.loads(line)
-            if row["step"] != number:
-                raise ValueError(f"{path}: row {number} is of step {row['step']}; move it away")
-            self.losses.append(row["loss"])
 
     def commit(self, row: Row) -> str | None:
         """Record a committed step; returns what is wrong with it, in one line, or None."""
@@ -82,8 +71,7 @@ class MetricsLog:
             return self._compare(row, self.losses[row.step - 1])
         self.losses.append(row.loss)
         if self._file:
-            self._file.write(json.dumps(asdict(row)) + "\n")
-            self._file.flush()
+            append(self._file, asdict(row))
         for listen in self._listeners:
             listen(row)
         return None

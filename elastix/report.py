@@ -20,7 +20,6 @@ from elastix.machine import (
     SaveFailed,
     Source,
     State,
-    Tier,
     Waiting,
 )
 from elastix.metrics import Row
@@ -156,9 +155,12 @@ def restoring_line(state: Restoring) -> str:
 
 def source_text(source: Source) -> str:
     """A source of a train state, in words."""
-    if source.tier is Tier.SEED:
-        return _SOURCES["seed"]
-    return f"{_SOURCES[source.tier.value]} of step {source.step}"
+    return _source(source.tier.value, source.step)
+
+
+def _source(tier: str, step: int | None) -> str:
+    what = _SOURCES.get(tier, "nowhere")
+    return what if tier == "seed" else f"{what}, after step {step}"
 
 
 def event_line(event: Event, after: State) -> str | None:
@@ -199,7 +201,7 @@ def recovery_title(recovery: Recovery) -> str:
 
 def recovery_lines(recovery: Recovery, num_slices: int) -> list[str]:
     """The block of one recovery; its figures are those of `summary.json`."""
-    source = _SOURCES.get(recovery.source or "", "nowhere")
+    source = _source(recovery.source or "", recovery.resumed_at)
     lost, found = _names(recovery.lost), _names(recovery.found)
     fields = [("noticed", recovery.cause)]
     if recovery.kind != "loss" and lost:
@@ -207,7 +209,7 @@ def recovery_lines(recovery: Recovery, num_slices: int) -> list[str]:
     if recovery.kind == "loss" and found:
         fields.append(("came back", f"slice {found}"))
     fields += [
-        ("state from", f"{source}, of step {recovery.resumed_at}"),
+        ("state from", source),
         (
             "cost",
             f"{_plural(recovery.steps_lost, 'step')} lost, "
@@ -283,7 +285,7 @@ def _recoveries_text(recoveries: Sequence[dict]) -> str:
 
 
 def _fields(*pairs: tuple[str, str]) -> list[str]:
-    return [f"  {name:<11}{' '.join(text.split())}" for name, text in pairs]
+    return [f"  {name:<12}{' '.join(text.split())}" for name, text in pairs]
 
 
 def _names(slices: Iterable[int]) -> str:

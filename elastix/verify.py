@@ -8,39 +8,74 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
-import jax
 import numpy as np
 
 from elastix.checkpoints import CheckpointError, CheckpointStore
 from elastix.command import Command
-from elastix.mesh import FSDP
 from elastix.preparation import prepare, simulated_backend
-from elastix.recipe import Recipe
 from elastix.train_state import StateSpec
 
-_USAGE, _FAILED = 2, 1
+_USAGE = 2
+_LABELS = ("with faults", "undisturbed")
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """One of the two runs, when it has ended."""
+class Child:
+    """One of the two runs: a process, and what it said."""
 
-    label: str
-    run_dir: Path
-    exit_status: int
-    last_error: str
-    """The last line of its standard error."""
+    def __init__(self, label: str, command: Command, run_dir: Path):
+        self.label, self.run_dir = label, run_dir
+        arguments = command.child_arguments(str(run_dir), with_faults=label == _LABELS[0])
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "elastix", *arguments],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        self.errors: list[str] = []
+        """The lines of its standard error; the last says why it failed."""
+        self._readers = [
+            threading.Thread(target=self._show, args=(self._process.stdout,), daemon=True),
+            threading.Thread(target=self._collect, args=(self._process.stderr,), daemon=True),
+        ]
+        for reader in self._readers:
+            reader.start()
+
+    def wait(self) -> int:
+        """Its exit status, once it has ended and all it said was read."""
+        status = self._process.wait()
+        for reader in self._readers:
+            reader.join()
+        return status
+
+    def kill(self) -> None:
+        """End it, if it has not ended."""
+        self._process.kill()
+        self.wait()
 
     @property
     def summary(self) -> dict[str, Any]:
         """Its `summary.json`."""
         return json.loads((self.run_dir / "summary.json").read_text(encoding="utf-8"))
+
+    @property
+    def last_error(self) -> str:
+        """Why it failed, in its own words."""
+        return self.errors[-1].removeprefix("elastix: ") if self.errors else "it said nothing"
+
+    def _show(self, lines: IO[str]) -> None:
+        with lines:
+            for line in lines:
+                print(f"[{self.label}] {line}", end="", flush=True)
+
+    def _collect(self, lines: IO[str]) -> None:
+        with lines:
+            self.errors += (line.rstrip("\n") for line in lines if line.strip())
 
 
 def verify(command: Command) -> str | None:
@@ -54,35 +89,133 @@ def verify(command: Command) -> str | None:
     """
     if not command.faults:
         raise ValueError("verify compares a run with faults to one without: give --lose S@STEP")
-    recipe = prepare(command).recipe
-    where = _directory(command)
-    labels = {"with faults": True, "undisturbed": False}
-    with _children(command, where, labels) as children:
-        outcomes = [child.wait() for child in children]
-    bad = next((o for o in outcomes if o.exit_status == _USAGE), None)
-    if bad:
-        shutil.rmtree(where)
-        raise ValueError(bad.last_error.removeprefix("elastix: "))
-    difference = _difference(command, recipe, *outcomes)
-    if difference:
-        return f"{difference} (kept: {where})"
-    print(f"equal: state_sha256 {outcomes[0].summary['state_sha256']}")
-    print(f"equal: consumed {outcomes[0].summary['consumed']}")
-    if command.keep or command.run_dir:
+    with _directory(command) as where:
+        with _children(command, where) as children:
+            statuses = [child.wait() for child in children]
+        if _USAGE in statuses:
+            raise ValueError(children[statuses.index(_USAGE)].last_error)
+        difference = _failure(children, statuses) or _compare(command, *children)
+        if difference is None:
+            _tell(children)
+            if not (command.keep or command.run_dir):
+                shutil.rmtree(where)
+                return None
         print(f"kept: {where}")
+        return difference
+
+
+@contextmanager
+def _directory(command: Command) -> Iterator[Path]:
+    """A new directory for both runs, which is gone if there is nothing to compare in it."""
+    if command.run_dir is None:
+        where = Path(tempfile.mkdtemp(prefix="elastix-verify-"))
     else:
+        where = Path(command.run_dir)
+        try:
+            where.mkdir(parents=True)
+        except OSError as error:
+            raise ValueError(
+                f"--run-dir {where} cannot be made ({error.strerror}): name a new directory"
+            ) from error
+    try:
+        yield where
+    except BaseException:
         shutil.rmtree(where)
+        raise
+
+
+@contextmanager
+def _children(command: Command, where: Path) -> Iterator[list[Child]]:
+    """Both runs; none outlives the block."""
+    children: list[Child] = []
+    try:
+        for label in _LABELS:
+            children.append(Child(label, command, where / label.replace(" ", "-")))
+        yield children
+    finally:
+        for child in children:
+            child.kill()
+
+
+def _failure(children: Sequence[Child], statuses: Sequence[int]) -> str | None:
+    """Which run failed and why; its traceback, if it has one, goes to standard error."""
+    for child, status in zip(children, statuses, strict=True):
+        if status:
+            for line in child.errors[:-1]:
+                print(f"[{child.label}] {line}", file=sys.stderr)
+            return f"the run {child.label} ended with status {status}: {child.last_error}"
     return None
 
 
-def _directory(command: Command) -> Path:
-    if command.run_dir is None:
-        return Path(tempfile.mkdtemp(prefix="elastix-verify-"))
-    where = Path(command.run_dir)
-    try:
-        where.mkdir(parents=True)
-    except OSError as error:
-        raise ValueError(
-            f"--run-dir {where} cannot be made ({error.strerror}): name a new directory"
-        ) from error
-    return where
+def _compare(command: Command, faulted: Child, undisturbed: Child) -> str | None:
+    """What is wrong with the two runs, or differs between them; None: nothing."""
+    one, two = faulted.summary, undisturbed.summary
+    wrong = []
+    if one["unfired_faults"]:
+        wrong.append(f"did not fire: {', '.join(one['unfired_faults'])}")
+    wrong += [
+        f"the final state of the run {child.label} is not finite"
+        for child in (faulted, undisturbed)
+        if not child.summary["finite"]
+    ]
+    wrong += compare_summaries(one, two)
+    if not wrong:
+        wrong += _check_states(command, faulted, undisturbed)
+    return "; ".join(wrong) or None
+
+
+def compare_summaries(faulted: dict[str, Any], undisturbed: dict[str, Any]) -> list[str]:
+    """What differs between two runs that should have been the same, a line each."""
+    found = []
+    losses = list(zip(faulted["losses"], undisturbed["losses"], strict=False))
+    first = next((n for n, (a, b) in enumerate(losses, 1) if a != b), None)
+    if first is not None:
+        a, b = losses[first - 1]
+        found.append(f"the loss of step {first} is {a!r} with faults and {b!r} without")
+    for key in ("steps", "consumed", "state_sha256"):
+        if faulted[key] != undisturbed[key]:
+            found.append(f"{key} is {faulted[key]} with faults and {undisturbed[key]} without")
+    return found
+
+
+def _check_states(command: Command, *children: Child) -> list[str]:
+    """What is on disk is the state reported, and its model is not the seed's."""
+    recipe = prepare(command).recipe
+    spec = StateSpec(recipe.model.build, recipe.optimizer.build(), recipe.seed)
+    found = []
+    for child in children:
+        try:
+            leaves = _last_checkpoint(child)
+        except CheckpointError as error:
+            found.append(f"the last checkpoint of the run {child.label} is bad: {error}")
+            continue
+        if spec.sha256(leaves) != child.summary["state_sha256"]:
+            found.append(f"the last checkpoint of the run {child.label} is of another state")
+    if found:
+        return found
+    seed = _seed_leaves(command, recipe, spec)
+    if all(np.array_equal(leaves[path], seed[path]) for path in spec.trainable_paths):
+        found.append("the final model is that of the seed: training changed nothing")
+    return found
+
+
+def _last_checkpoint(child: Child) -> dict[str, np.ndarray]:
+    store = CheckpointStore(child.run_dir / "checkpoints", keep=1)
+    return store.load(child.summary["steps"])[0]
+
+
+def _seed_leaves(command: Command, recipe: Any, spec: StateSpec) -> dict[str, np.ndarray]:
+    """The seed's train state, made on one slice."""
+    rules = tuple(getattr(recipe.model, "sharding_rules", tuple)())
+    devices = simulated_backend(command).devices
+    leaves = spec.compile_init(rules, recipe.mesh.build(devices, frozenset({0})))()
+    return {path: np.asarray(leaf) for path, leaf in leaves.items()}
+
+
+def _tell(children: Sequence[Child]) -> None:
+    summary = children[0].summary
+    consumed = summary["consumed"]
+    recoveries = len(summary["recoveries"])
+    print(f"equal after {recoveries} recoveries: state_sha256 {summary['state_sha256']}")
+    print(f"equal: {consumed['examples']} examples consumed, sha256 {consumed['sha256']}")
+    print(f"equal: the losses of all {len(summary['losses'])} steps")

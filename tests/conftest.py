@@ -5,6 +5,7 @@ from pathlib import Path
 
 import hypothesis
 import jax
+import jaxtyping
 
 # The cache only saves time: a program read from it gives the bits of one compiled anew. It is set
 # for this process, not for its children: a child that is killed would leave half an entry behind.
@@ -16,3 +17,9 @@ jax.config.update("jax_num_cpu_devices", 8)
 # How long one example takes says nothing about the code on a shared machine.
 hypothesis.settings.register_profile("elastix", deadline=None)
 hypothesis.settings.load_profile("elastix")
+
+# The step and its sums run type-checked: shapes in annotations are asserted.
+jaxtyping.install_import_hook(
+    ["elastix.step", "elastix.reduction", "elastix.progress", "elastix.program"],
+    "beartype.beartype",
+)
