@@ -12,14 +12,13 @@ from elastix.classification import SliceLostError
 from elastix.machine import (
     Done,
     Failed,
-    Finishing,
-    Restoring,
     Slices,
     Source,
     Starting,
     State,
     Tier,
-    Training,
+    named_snapshots,
+    names_train_state,
 )
 from elastix.program import Batch, Program
 from elastix.progress import Progress
@@ -136,18 +135,11 @@ class Arrays:
         """Free the arrays and host copies that the state does not name."""
         if isinstance(state, Starting | Done | Failed):
             return
-        ledger = state.ledger
-        live = {(s.epoch, s.step) for s in ledger.sources if s.tier is Tier.LIVE}
-        first = state.train_state.step if isinstance(state, Training | Finishing) else 0
-        current = isinstance(state, Training | Finishing | Restoring)
         for epoch, step in list(self._states):
-            named = current and epoch == ledger.epoch and step >= first
-            if not named and (epoch, step) not in live:
+            if not names_train_state(state, epoch, step):
                 del self._states[epoch, step]
-        hosted = {s.step for s in ledger.sources if s.tier is Tier.HOST} | self._unpublished
-        if ledger.saving:
-            hosted.add(ledger.saving.step)
+        kept = named_snapshots(state) | self._unpublished
         for slice_id in self._backend.devices:
             memory = self._backend.host_memory(slice_id)
-            for step in set(memory) - hosted:
+            for step in set(memory) - kept:
                 del memory[step]

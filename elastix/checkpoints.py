@@ -19,7 +19,6 @@ import errno
 import itertools
 import json
 import logging
-import math
 import os
 import re
 import shutil
@@ -179,7 +178,8 @@ class CheckpointStore:
 
     def set_aside_list(self) -> tuple[SetAside, ...]:
         """Everything that was set aside under this root, by step and then in order of time."""
-        matches = [m for p in self.root.iterdir() if (m := _SET_ASIDE.fullmatch(p.name))]
+        with _explained(f"{self.root} cannot be listed"):
+            matches = [m for p in self.root.iterdir() if (m := _SET_ASIDE.fullmatch(p.name))]
         matches.sort(key=lambda m: (int(m[1]), int(m[2])))
         return tuple(SetAside(int(m[1]), p := self.root / m[0], _why(p)) for m in matches)
 
@@ -271,11 +271,8 @@ def _pack(step: int, leaves: Mapping[str, np.ndarray], metadata: Mapping[str, ob
     starts, end = {}, 0
     for path in sorted(parts):
         starts[path] = end
-        end += -(-parts[path].size // _ALIGN) * _ALIGN
-    # Orbax cuts chunks by divisors of the length alone: a prime one could not be cut at all.
-    chunks = max(1, math.ceil(end / _CHUNK))
-    packed = np.zeros(chunks * math.ceil(max(end, 1) / chunks), np.uint8)
-    table = []
+        end += _round_up(parts[path].size, _ALIGN)
+    packed, table = np.zeros(_padded(end), np.uint8), []
     for path, start in starts.items():
         part = packed[start : start + parts[path].size]
         part[:] = parts[path]
@@ -283,6 +280,18 @@ def _pack(step: int, leaves: Mapping[str, np.ndarray], metadata: Mapping[str, ob
         table.append(row | {"offset": start, "bytes": part.size, "crc32": zlib.crc32(part)})
     own = {"format_version": FORMAT_VERSION, "step": int(step), "leaves": table}
     return _sealed(step, {"metadata": dict(metadata), "checkpoint": own}), packed
+
+
+def _padded(size: int) -> int:
+    """`size` rounded up, at least 1, so that equal chunks of at most _CHUNK bytes make it up.
+
+    Orbax cuts by divisors of the length: a length that is prime could not be cut.
+    """
+    return _round_up(max(1, size), max(1, -(-size // _CHUNK)))
+
+
+def _round_up(size: int, unit: int) -> int:
+    return -(-size // unit) * unit
 
 
 def _bytes_of(step: int, path: str, leaf: np.ndarray) -> np.ndarray:

@@ -9,6 +9,7 @@ from typing import Any, Self
 from rich.console import Console
 from rich.panel import Panel
 from rich.progress import BarColumn, Progress, TaskID, TextColumn
+from rich.table import Table
 from rich.text import Text
 
 from elastix import report
@@ -50,7 +51,7 @@ class PlainDisplay:
     def started(self, run: RunInfo) -> None:
         self.has_started = True
         self._run, self._pace = run, report.Pace(run)
-        self._print(*report.start_lines(run, self._name))
+        self._block(report.start_block(run, self._name))
 
     def step(self, row: Row) -> None:
         self._pace.add(row)
@@ -64,18 +65,17 @@ class PlainDisplay:
             self._print(line)
         if isinstance(after, Waiting):
             up = (len(after.ledger.up), after.want)
-            self._say(report.waiting_line(after, event.at), key=f"waiting {up}")
+            self._say(
+                report.waiting_line(after, self._run.recipe.policy, event.at), key=f"waiting {up}"
+            )
         else:
             self._said = ""
 
     def recovered(self, recovery: Recovery) -> None:
-        title = report.recovery_title(recovery)
-        self._print(
-            f"--- recovery: {title} ---", *report.recovery_lines(recovery, self._run.num_slices)
-        )
+        self._block(report.recovery_block(recovery, self._run.num_slices))
 
     def finished(self, summary: Summary) -> None:
-        self._print(*report.summary_lines(summary, self._run, unigram_loss(self._run)))
+        self._block(report.summary_block(summary, self._run, unigram_loss(self._run)))
 
     def _is_due(self, row: Row) -> bool:
         total = self._run.recipe.num_steps
@@ -88,6 +88,9 @@ class PlainDisplay:
         if key != self._said:
             self._said = key
             self._print(line)
+
+    def _block(self, block: report.Block) -> None:
+        self._print(f"--- {block.title} ---", *block.lines())
 
     def _print(self, *lines: str) -> None:
         for line in lines:
@@ -125,8 +128,7 @@ class TerminalDisplay:
     def started(self, run: RunInfo) -> None:
         self.has_started = True
         self._run, self._pace = run, report.Pace(run)
-        title, *lines = report.start_lines(run, self._name)
-        self._block(title, lines, "blue")
+        self._block(report.start_block(run, self._name), "blue")
         total = run.recipe.num_steps
         self._task = self._progress.add_task("", total=total, text="compiling")
 
@@ -140,29 +142,30 @@ class TerminalDisplay:
         if line:
             self._console.print(Text(line, style="yellow"))
         if isinstance(after, Waiting):
-            self._live(report.waiting_line(after, event.at))
+            self._live(report.waiting_line(after, self._run.recipe.policy, event.at))
         elif isinstance(after, Restoring):
             self._live(report.restoring_line(after))
         elif isinstance(after, Training) and (note := report.progress_note(event)) is not None:
             self._live(f"{self._steps}  {note}")
 
     def recovered(self, recovery: Recovery) -> None:
-        lines = report.recovery_lines(recovery, self._run.num_slices)
         color = "yellow" if recovery.lost else "green"
-        self._block(f"recovery: {report.recovery_title(recovery)}", lines, color)
+        self._block(report.recovery_block(recovery, self._run.num_slices), color)
 
     def finished(self, summary: Summary) -> None:
         self._progress.stop()
-        title, *lines = report.summary_lines(summary, self._run, unigram_loss(self._run))
-        self._block(title, lines, "green" if summary.exit_status == 0 else "red")
+        block = report.summary_block(summary, self._run, unigram_loss(self._run))
+        self._block(block, "green" if summary.exit_status == 0 else "red")
 
     def _live(self, text: str, **fields: Any) -> None:
         if self._task is not None:
             self._progress.update(self._task, text=text, **fields)
 
-    def _block(self, title: str, lines: list[str], color: str) -> None:
-        body = Text("\n".join(line.removeprefix("  ") for line in lines))
-        panel = Panel(body, title=Text(title), title_align="left", border_style=color)
+    def _block(self, block: report.Block, color: str) -> None:
+        table = Table.grid(padding=(0, 2))
+        for name, text in block.fields:
+            table.add_row(Text(name, style="dim"), Text(text))
+        panel = Panel(table, title=Text(block.title), title_align="left", border_style=color)
         self._console.print(panel, soft_wrap=False)
 
 

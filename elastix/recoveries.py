@@ -67,9 +67,14 @@ class Recoveries:
         self.started |= isinstance(event, Committed)
         self._leave(before, event, after)
         self._follow(before, event, after)
-        if self.open and isinstance(event, Committed) and isinstance(before, Training):
+        trained = isinstance(event, Committed) and not isinstance(after, Waiting | Restoring)
+        if self.open and trained and event.epoch == self._epoch(before):
             return self._close(event.at)
         return None
+
+    @staticmethod
+    def _epoch(state: State) -> int:
+        return state.ledger.epoch if isinstance(state, Training) else -1
 
     def _leave(self, before: State, event: Event, after: State) -> None:
         """A mesh was given up: a recovery begins, or the open one goes on."""

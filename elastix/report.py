@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from statistics import median
 from typing import TYPE_CHECKING
 
@@ -12,6 +13,7 @@ from elastix.machine import (
     DataFailed,
     Event,
     Failed,
+    Policy,
     PreemptionNoticed,
     Prepared,
     RestoreFailed,
@@ -36,34 +38,47 @@ _SOURCES = {
     "live": "the surviving slices' own memory",
     "host": "a snapshot in host memory",
     "disk": "a checkpoint on disk",
-    "seed": "the seed: training began anew",
+    "seed": "the seed, at step 0",
 }
+
+
+@dataclass(frozen=True)
+class Block:
+    """A title and, below it, named texts."""
+
+    title: str
+    fields: tuple[tuple[str, str], ...]
+
+    def lines(self) -> list[str]:
+        """The fields, one line each."""
+        return [f"  {name:<12}{text}" for name, text in self.fields]
 
 
 # --- at the start -----------------------------------------------------------------------------
 
 
-def start_lines(info: RunInfo, name: str) -> list[str]:
+def start_block(info: RunInfo, name: str) -> Block:
     """What runs, on what, and from where it goes on."""
     recipe, policy = info.recipe, info.recipe.policy
     most = "all" if policy.max_slices is None else str(policy.max_slices)
-    lookback = "the last step" if policy.lookback == "live" else "a host snapshot"
-    return [
+    snapshot = f"the last host snapshot (one every {policy.snapshot_every} steps)"
+    lookback = "the last step" if policy.lookback == "live" else snapshot
+    policy_text = (
+        f"{policy.min_slices} to {most} slices; after a loss go back to {lookback}; "
+        f"{_checkpoints(policy.checkpoint_every)}; "
+        f"patience {policy.patience:g} s, deadline {policy.deadline:g} s"
+    )
+    return Block(
         f"{name}: {recipe.num_steps} steps on {info.num_slices} slices "
         f"x {info.devices_per_slice} devices",
-        *_fields(
+        (
             ("state", f"{_count(info.num_params)} parameters, {_bytes(info.state_bytes)} in all"),
             ("work", _work(info)),
             ("reduction", _reduction(recipe.reduction)),
-            (
-                "policy",
-                f"{policy.min_slices} to {most} slices; after a loss go back to {lookback} (one "
-                f"every {policy.snapshot_every} steps); {_checkpoints(policy.checkpoint_every)}; "
-                f"patience {policy.patience:g} s, deadline {policy.deadline:g} s",
-            ),
+            ("policy", policy_text),
             ("run dir", f"{info.run_dir or 'none: nothing is kept'}; {resume_point(info)}"),
         ),
-    ]
+    )
 
 
 def resume_point(info: RunInfo) -> str:
@@ -138,14 +153,15 @@ def step_line(row: Row, info: RunInfo, pace: Pace) -> str:
     return f"step {row.step:>{width}}/{info.recipe.num_steps}  {step_text(row, info, pace)}"
 
 
-def waiting_line(state: Waiting, at: float) -> str:
-    """That nothing trains, for what and until when."""
+def waiting_line(state: Waiting, policy: Policy, at: float) -> str:
+    """That nothing trains, for what, and until when."""
     ledger = state.ledger
-    until = max(0.0, state.until - at)
-    return (
-        f"waiting: {len(ledger.up)} of {len(ledger.slices)} slices are up, {state.want} wanted, "
-        f"for up to {_duration(until)}"
-    )
+    up = f"waiting: {len(ledger.up)} of {len(ledger.slices)} slices are up"
+    if len(ledger.up) >= policy.min_slices:
+        return f"{up}, goes on with {state.want} or in {_duration(max(0.0, state.until - at))}"
+    since = at if ledger.below_since is None else ledger.below_since
+    left = max(0.0, since + policy.deadline - at)
+    return f"{up}, needs {policy.min_slices}, gives up in {_duration(left)}"
 
 
 def restoring_line(state: Restoring) -> str:
@@ -199,31 +215,30 @@ def recovery_title(recovery: Recovery) -> str:
     return f"{recovery.kind} after step {recovery.step}"
 
 
-def recovery_lines(recovery: Recovery, num_slices: int) -> list[str]:
-    """The block of one recovery; its figures are those of `summary.json`."""
-    source = _source(recovery.source or "", recovery.resumed_at)
-    lost, found = _names(recovery.lost), _names(recovery.found)
-    fields = [("noticed", recovery.cause)]
-    if recovery.kind != "loss" and lost:
-        fields.append(("lost", f"slice {lost}"))
-    if recovery.kind == "loss" and found:
-        fields.append(("came back", f"slice {found}"))
-    fields += [
-        ("state from", source),
+def recovery_block(recovery: Recovery, num_slices: int) -> Block:
+    """What a recovery was and cost; its figures are those of `summary.json`."""
+    came_with = [("came back", recovery.found)] if recovery.kind == "loss" else []
+    went_with = [("lost", recovery.lost)] if recovery.kind != "loss" else []
+    cost = (
+        f"{_plural(recovery.steps_lost, 'step')} lost, "
+        f"{recovery.steps_abandoned} in flight abandoned, "
+        f"{_plural(recovery.compiles, 'program')} compiled"
+    )
+    count = f"{len(recovery.slices)} of {num_slices}"
+    return Block(
+        f"recovery: {recovery_title(recovery)}",
         (
-            "cost",
-            f"{_plural(recovery.steps_lost, 'step')} lost, "
-            f"{recovery.steps_abandoned} in flight abandoned, "
-            f"{_plural(recovery.compiles, 'program')} compiled",
+            ("noticed", " ".join(recovery.cause.split())),
+            *((name, f"slice {_names(ids)}") for name, ids in came_with + went_with if ids),
+            ("state from", _source(recovery.source or "", recovery.resumed_at)),
+            ("cost", cost),
+            (
+                "goes on",
+                f"from step {recovery.resumed_at} on slices {_names(recovery.slices)} ({count})",
+            ),
+            ("seconds", seconds_text(recovery)),
         ),
-        (
-            "goes on",
-            f"from step {recovery.resumed_at} on slices {_names(recovery.slices)} "
-            f"({len(recovery.slices)} of {num_slices})",
-        ),
-        ("seconds", seconds_text(recovery)),
-    ]
-    return _fields(*fields)
+    )
 
 
 def seconds_text(recovery: Recovery) -> str:
@@ -235,32 +250,25 @@ def seconds_text(recovery: Recovery) -> str:
 # --- at the end ---------------------------------------------------------------------------------
 
 
-def summary_lines(
-    summary: Summary, info: RunInfo, unigram_loss: float | None = None
-) -> list[str]:
+def summary_block(summary: Summary, info: RunInfo, unigram_loss: float | None = None) -> Block:
     """How the run ended; the reason of a failure is not among it."""
-    fields = []
-    if summary.losses:
-        fields.append(("final loss", loss_text(summary.losses[-1], unigram_loss)))
-    if summary.state_sha256:
-        fields.append(("state", f"sha256 {summary.state_sha256}"))
     consumed = summary.consumed
-    fields += [
+    programs = _plural(summary.compiles, "program")
+    optional = (
+        ("final loss", summary.losses and loss_text(summary.losses[-1], unigram_loss)),
+        ("state", summary.state_sha256 and f"sha256 {summary.state_sha256}"),
         ("consumed", f"{consumed['examples']} examples, sha256 {consumed['sha256']}"),
         ("recoveries", _recoveries_text(summary.recoveries)),
-        (
-            "compiled",
-            f"{_plural(summary.compiles, 'program')}, and {summary.compile_cache_hits} "
-            "from the persistent cache",
-        ),
+        ("compiled", f"{programs}, and {summary.compile_cache_hits} from the persistent cache"),
         ("process", f"pid {summary.pid}"),
-    ]
-    if info.run_dir:
-        fields.append(("run dir", str(info.run_dir)))
-    if summary.unfired_faults:
-        fields.append(("not fired", ", ".join(summary.unfired_faults)))
+        ("run dir", info.run_dir and str(info.run_dir)),
+        ("not fired", ", ".join(summary.unfired_faults)),
+    )
     steps = f"{summary.steps} of {info.recipe.num_steps} steps"
-    return [f"{summary.outcome}: {steps} in {_duration(summary.seconds)}", *_fields(*fields)]
+    return Block(
+        f"{summary.outcome}: {steps} in {_duration(summary.seconds)}",
+        tuple((name, text) for name, text in optional if text),
+    )
 
 
 def loss_text(loss: float, unigram_loss: float | None) -> str:
@@ -282,10 +290,6 @@ def _recoveries_text(recoveries: Sequence[dict]) -> str:
 
 
 # --- words --------------------------------------------------------------------------------------
-
-
-def _fields(*pairs: tuple[str, str]) -> list[str]:
-    return [f"  {name:<12}{' '.join(text.split())}" for name, text in pairs]
 
 
 def _names(slices: Iterable[int]) -> str:

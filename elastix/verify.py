@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import queue
 import shutil
 import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
@@ -17,7 +18,9 @@ import numpy as np
 
 from elastix.checkpoints import CheckpointError, CheckpointStore
 from elastix.command import Command
+from elastix.faults import validate
 from elastix.preparation import prepare, simulated_backend
+from elastix.recipe import Recipe
 from elastix.train_state import StateSpec
 
 _USAGE = 2
@@ -53,6 +56,10 @@ class Child:
             reader.join()
         return status
 
+    def when_ended(self, tell: Callable[[Child], None]) -> None:
+        """Call `tell` with this child, from another thread, when it has ended."""
+        threading.Thread(target=lambda: (self.wait(), tell(self)), daemon=True).start()
+
     def kill(self) -> None:
         """End it, if it has not ended."""
         self._process.kill()
@@ -87,14 +94,13 @@ def verify(command: Command) -> str | None:
     Raises:
         ValueError: bad input, in one line with the remedy.
     """
-    if not command.faults:
-        raise ValueError("verify compares a run with faults to one without: give --lose S@STEP")
+    recipe = _checked(command)
     with _directory(command) as where:
         with _children(command, where) as children:
-            statuses = [child.wait() for child in children]
-        if _USAGE in statuses:
-            raise ValueError(children[statuses.index(_USAGE)].last_error)
-        difference = _failure(children, statuses) or _compare(command, *children)
+            failed = _first_failure(children)
+        if failed and failed.wait() == _USAGE:
+            raise ValueError(failed.last_error)
+        difference = _tell_failure(failed) if failed else _compare(command, recipe, *children)
         if difference is None:
             _tell(children)
             if not (command.keep or command.run_dir):
@@ -102,6 +108,19 @@ def verify(command: Command) -> str | None:
                 return None
         print(f"kept: {where}")
         return difference
+
+
+def _checked(command: Command) -> Recipe:
+    """The recipe, once what can be refused without data or devices is refused.
+
+    What else is bad input, a child that exits with 2 tells.
+    """
+    if not command.faults:
+        raise ValueError("verify compares a run with faults to one without: give --lose S@STEP")
+    recipe = prepare(command).recipe
+    recipe.check_slices(command.slices)
+    validate(command.faults, range(command.slices), recipe.num_steps)
+    return recipe
 
 
 @contextmanager
@@ -137,17 +156,23 @@ def _children(command: Command, where: Path) -> Iterator[list[Child]]:
             child.kill()
 
 
-def _failure(children: Sequence[Child], statuses: Sequence[int]) -> str | None:
+def _first_failure(children: Sequence[Child]) -> Child | None:
+    """Wait until all have ended well, or one has not; returns that one."""
+    ended: queue.SimpleQueue[Child] = queue.SimpleQueue()
+    for child in children:
+        child.when_ended(ended.put)
+    in_order = (ended.get() for _ in children)
+    return next((child for child in in_order if child.wait()), None)
+
+
+def _tell_failure(child: Child) -> str:
     """Which run failed and why; its traceback, if it has one, goes to standard error."""
-    for child, status in zip(children, statuses, strict=True):
-        if status:
-            for line in child.errors[:-1]:
-                print(f"[{child.label}] {line}", file=sys.stderr)
-            return f"the run {child.label} ended with status {status}: {child.last_error}"
-    return None
+    for line in child.errors[:-1]:
+        print(f"[{child.label}] {line}", file=sys.stderr)
+    return f"the run {child.label} ended with status {child.wait()}: {child.last_error}"
 
 
-def _compare(command: Command, faulted: Child, undisturbed: Child) -> str | None:
+def _compare(command: Command, recipe: Recipe, faulted: Child, undisturbed: Child) -> str | None:
     """What is wrong with the two runs, or differs between them; None: nothing."""
     one, two = faulted.summary, undisturbed.summary
     wrong = []
@@ -160,7 +185,7 @@ def _compare(command: Command, faulted: Child, undisturbed: Child) -> str | None
     ]
     wrong += compare_summaries(one, two)
     if not wrong:
-        wrong += _check_states(command, faulted, undisturbed)
+        wrong += _check_states(command, recipe, faulted, undisturbed)
     return "; ".join(wrong) or None
 
 
@@ -178,9 +203,9 @@ def compare_summaries(faulted: dict[str, Any], undisturbed: dict[str, Any]) -> l
     return found
 
 
-def _check_states(command: Command, *children: Child) -> list[str]:
+def _check_states(command: Command, recipe: Recipe, *children: Child) -> list[str]:
     """What is on disk is the state reported, and its model is not the seed's."""
-    recipe = prepare(command).recipe
+    devices = simulated_backend(command).devices
     spec = StateSpec(recipe.model.build, recipe.optimizer.build(), recipe.seed)
     found = []
     for child in children:
@@ -193,7 +218,9 @@ def _check_states(command: Command, *children: Child) -> list[str]:
             found.append(f"the last checkpoint of the run {child.label} is of another state")
     if found:
         return found
-    seed = _seed_leaves(command, recipe, spec)
+    rules = tuple(getattr(recipe.model, "sharding_rules", tuple)())
+    build = spec.compile_init(rules, recipe.mesh.build(devices, frozenset({0})))
+    seed = {path: np.asarray(leaf) for path, leaf in build().items()}
     if all(np.array_equal(leaves[path], seed[path]) for path in spec.trainable_paths):
         found.append("the final model is that of the seed: training changed nothing")
     return found
@@ -202,14 +229,6 @@ def _check_states(command: Command, *children: Child) -> list[str]:
 def _last_checkpoint(child: Child) -> dict[str, np.ndarray]:
     store = CheckpointStore(child.run_dir / "checkpoints", keep=1)
     return store.load(child.summary["steps"])[0]
-
-
-def _seed_leaves(command: Command, recipe: Any, spec: StateSpec) -> dict[str, np.ndarray]:
-    """The seed's train state, made on one slice."""
-    rules = tuple(getattr(recipe.model, "sharding_rules", tuple)())
-    devices = simulated_backend(command).devices
-    leaves = spec.compile_init(rules, recipe.mesh.build(devices, frozenset({0})))()
-    return {path: np.asarray(leaf) for path, leaf in leaves.items()}
 
 
 def _tell(children: Sequence[Child]) -> None:

@@ -38,6 +38,7 @@ from elastix.machine import (
     SnapshotMissing,
     Snapshotted,
     Source,
+    Stable,
     Started,
     Starting,
     State,
@@ -451,7 +452,7 @@ def test_the_loss_of_a_slice_that_stands_by_disturbs_nobody():
 
 def test_a_standby_takes_over_at_once_the_longest_stable_first():
     policy = replace(POLICY, max_slices=2)
-    book = ledger(stable=((2, 1), (3, 4)))
+    book = ledger(stable=(Stable(2, 2, 90.0), Stable(3, 2, 80.0)))
     state, _ = on(training(45, mesh=slices(0, 1), ledger=book), SlicesLost, policy, slices={0})
     assert state.mesh == slices(1, 3)
 
@@ -474,11 +475,11 @@ def test_a_returned_slice_is_taken_back_after_stable_probes_and_no_step_is_lost(
 
 
 def test_a_slice_that_flaps_starts_its_stable_probes_again():
-    book = ledger(up=slices(0, 1, 2), stable=((3, 1),))
+    book = ledger(up=slices(0, 1, 2), stable=(Stable(3, 1, 90.0),))
     state = training(45, 46, mesh=slices(0, 1, 2), ledger=book)
     state, _ = on(state, Probed, down=slices(3))
     state, effects = on(state, Probed, emptied=slices(3))
-    assert effects == (WakeAt(EPOCH, 105.0),) and state.ledger.stable_probes(3) == 1
+    assert effects == (WakeAt(EPOCH, 105.0),) and state.ledger.stability(3) == Stable(3, 1, 100.0)
 
 
 def test_a_loss_while_regrowing_falls_back_to_the_live_state_of_the_survivors():

@@ -116,6 +116,18 @@ def test_a_read_raises_data_loss_and_a_dispatch_only_if_the_loss_surfaces_there(
     np.testing.assert_array_equal(sim.read(result, [0]), np.asarray(result))
 
 
+def test_a_slice_that_came_back_unseen_has_lost_what_was_in_flight():
+    sim = backend()
+    result = to_devices({"x": VALUES}, {"x": sharding(sim, [0, 1])})["x"]
+    sim.lose(1)
+    sim.give_back(1)
+    for touch in (lambda: sim.read(result, [0, 1]), lambda: sim.check([0, 1])):
+        with pytest.raises(jax.errors.JaxRuntimeError, match=r"^DATA_LOSS: slice 1 is gone"):
+            touch()
+    sim.admit([1])
+    sim.check([0, 1])
+
+
 def test_what_was_read_survives_the_loss_of_the_slice():
     sim = backend()
     result = to_devices({"x": VALUES}, {"x": sharding(sim, [0])})["x"]

@@ -90,6 +90,8 @@ class SimulatedBackend:
         self._faults = tuple(faults)
         self._dead: dict[int, str] = {}
         """Lost slices, and where the loss surfaces: at the next `dispatch`, or at a `read`."""
+        self._emptied: set[int] = set()
+        """Slices that came back, and hold nothing until they are admitted."""
         self._memory: dict[int, dict[int, HostCopy]] = {s: {} for s in self.devices}
         self._canaries: dict[int, list[jax.Array]] = {}
         self.admit(self.devices)
@@ -135,13 +137,14 @@ class SimulatedBackend:
         for slice_id in slices:
             if self._canaries.get(slice_id) and self._health(slice_id) is Health.UP:
                 continue
+            self._emptied.discard(slice_id)
             self._canaries[slice_id] = [
                 jax.device_put(np.array(_CANARY, np.int32), d) for d in self.devices[slice_id]
             ]
 
     def check(self, slices: Iterable[int]) -> None:
         self._strike_timed()
-        noticed = [s for s in slices if s in self._dead and self._dead[s] != "read"]
+        noticed = [s for s in slices if self._dead.get(s) == "dispatch" or s in self._emptied]
         if noticed:
             raise _data_loss(noticed, "dispatch")
 
@@ -153,7 +156,7 @@ class SimulatedBackend:
         return values
 
     def _raise_if_dead(self, slices: Sequence[int]) -> None:
-        dead = [s for s in slices if s in self._dead]
+        dead = [s for s in slices if s in self._dead or s in self._emptied]
         if dead:
             raise _data_loss(dead, "reading a result")
 
@@ -172,6 +175,7 @@ class SimulatedBackend:
         self._wipe(slice_id)
         self._memory[slice_id].clear()
         self._dead.pop(slice_id, None)
+        self._emptied.add(slice_id)
 
     def _strike(self, losses: Iterable[Lose]) -> None:
         for fault in losses:

@@ -4,6 +4,7 @@ Pure: the standard library only, no clock, no device. `transition(state, event, 
 `(state, effects)`; `TABLE` is the protocol, keyed by (state type, event type).
 """
 
+from elastix.machine.naming import named_snapshots, names_train_state
 from elastix.machine.policy import Policy
 from elastix.machine.rules import TABLE, is_stale, transition
 from elastix.machine.values import (
@@ -39,6 +40,7 @@ from elastix.machine.values import (
     SnapshotMissing,
     Snapshotted,
     Source,
+    Stable,
     Started,
     Starting,
     State,
@@ -85,6 +87,7 @@ __all__ = [
     "SnapshotMissing",
     "Snapshotted",
     "Source",
+    "Stable",
     "Started",
     "Starting",
     "State",
@@ -97,6 +100,8 @@ __all__ = [
     "Woke",
     "is_stale",
     "lose",
+    "named_snapshots",
+    "names_train_state",
     "regrow",
     "restore",
     "transition",

@@ -38,6 +38,7 @@ from elastix.machine.values import (
     Snapshotted,
     Source,
     Started,
+    Stable,
     Starting,
     State,
     Tier,
@@ -59,7 +60,6 @@ from elastix.machine.verbs import (
     forget,
     host_source,
     lose,
-    on_disk,
     restore,
     resume_or_wait,
     save,
@@ -141,7 +141,7 @@ def publish(state: Training | Finishing, event: Snapshotted, policy: Policy) -> 
     if isinstance(state, Finishing):
         return conclude(replace(state, ledger=ledger))
     effects: Effects = ()
-    if checkpoint_due(event.step, ledger, policy) and not on_disk(ledger, event.step):
+    if checkpoint_due(event.step, ledger, policy):
         ledger, effects = save(ledger, new)
     state = replace(state, ledger=ledger, owed=None, asked=None)
     nxt, more = advance(state, event, policy)
@@ -201,12 +201,18 @@ def probed(state: Training, event: Probed, policy: Policy) -> Step:
         return lose(state, gone, event, policy)
     ledger, effects = health(state.ledger, event)
     outside = (event.up | event.emptied) - state.mesh
-    stable = tuple((s, state.ledger.stable_probes(s) + 1) for s in sorted(outside))
+    stable = tuple(steadier(state.ledger, s, event.at, policy) for s in sorted(outside))
     state = replace(state, ledger=replace(ledger, stable=stable))
     if wants_regrow(state, policy):
         nxt, more = advance(state, event, policy)
         return nxt, effects + more
     return state, (*effects, WakeAt(ledger.epoch, event.at + policy.probe_every))
+
+
+def steadier(ledger: Ledger, slice_id: int, at: float, policy: Policy) -> Stable:
+    """One more probe in a row found this slice up."""
+    before = ledger.stability(slice_id) or Stable(slice_id, 0, at)
+    return replace(before, probes=min(before.probes + 1, policy.stable_probes))
 
 
 def health(ledger: Ledger, event: Probed) -> tuple[Ledger, Effects]:

@@ -66,6 +66,16 @@ class Saving:
     holder: int
 
 
+@dataclass(frozen=True, slots=True)
+class Stable:
+    """A slice outside the mesh that probes found up: how many in a row (counted up to
+    `Policy.stable_probes`), since when."""
+
+    slice_id: int
+    probes: int
+    since: float
+
+
 # --- states --------------------------------------------------------------------------------
 
 
@@ -84,13 +94,13 @@ class Ledger:
     losses: int = 0
     data_failures: int = 0
     below_since: float | None = None
-    stable: tuple[tuple[int, int], ...] = ()
-    """For slices outside the mesh: how many probes in a row found them up."""
+    stable: tuple[Stable, ...] = ()
+    """The slices outside the mesh that the last probe found up."""
     draining: bool = False
 
-    def stable_probes(self, slice_id: int) -> int:
-        """How many probes in a row found `slice_id` up."""
-        return dict(self.stable).get(slice_id, 0)
+    def stability(self, slice_id: int) -> Stable | None:
+        """How long `slice_id`, outside the mesh, has been up; None if it is not."""
+        return next((s for s in self.stable if s.slice_id == slice_id), None)
 
 
 @dataclass(frozen=True, slots=True)

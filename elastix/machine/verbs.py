@@ -6,6 +6,7 @@ Each takes values and returns (state, effects); none looks at a clock or a devic
 from __future__ import annotations
 
 from dataclasses import replace
+from math import inf
 
 from elastix.machine.policy import Policy
 from elastix.machine.values import (
@@ -97,7 +98,7 @@ def forget(ledger: Ledger, slices: Slices) -> tuple[Ledger, Effects]:
     if ledger.saving and ledger.saving.holder in slices:
         effects = (Abandon(ledger.saving.epoch, ledger.saving.step),)
         ledger = replace(ledger, saving=None, save_owed=True)
-    stable = tuple((s, n) for s, n in ledger.stable if s not in slices)
+    stable = tuple(s for s in ledger.stable if s.slice_id not in slices)
     return replace(ledger, up=ledger.up - slices, sources=sources, stable=stable), effects
 
 
@@ -141,14 +142,16 @@ def most_slices(ledger: Ledger, policy: Policy) -> int:
 def choose_mesh(ledger: Ledger, members: Slices, policy: Policy) -> Slices:
     """The slices to train on: members first, so that nothing moves without need, then those
     that have been up longest."""
-    ranked = sorted(ledger.up, key=lambda s: (s not in members, -ledger.stable_probes(s), s))
+    since = {s.slice_id: s.since for s in ledger.stable}
+    ranked = sorted(ledger.up, key=lambda s: (s not in members, since.get(s, inf), s))
     return frozenset(ranked[: policy.max_slices])
 
 
 def joinable(state: Training, policy: Policy) -> Slices:
     """Slices outside the mesh that were found up often enough to be taken back."""
     outside = state.ledger.slices - state.mesh
-    return frozenset(s for s in outside if state.ledger.stable_probes(s) >= policy.stable_probes)
+    stable = (s for s in state.ledger.stable if s.probes >= policy.stable_probes)
+    return outside & {s.slice_id for s in stable}
 
 
 def wants_regrow(state: Training, policy: Policy) -> bool:
@@ -203,6 +206,8 @@ def stop_waiting(ledger: Ledger) -> Done:
 def save(ledger: Ledger, source: Source) -> tuple[Ledger, Effects]:
     """Write `source` to disk, or owe it while another save is under way. Which holder writes
     depends on the step, so that no slice is special."""
+    if on_disk(ledger, source.step) or (ledger.saving and ledger.saving.step == source.step):
+        return replace(ledger, save_owed=False), NONE
     if ledger.saving:
         return replace(ledger, save_owed=True), NONE
     holders = sorted(source.holders & ledger.up)

@@ -57,6 +57,7 @@ def test_slices_lost_and_returned_leave_no_trace_in_the_weights(undisturbed):
     assert regrow["steps_lost"] == 0 and regrow["steps_abandoned"] == 0
     assert regrow["compiles"] == 0, "the mesh of four was compiled at the start"
     for recovery in summary.recoveries:
+        assert recovery["seconds"]["first_step"] > 0 and recovery["seconds"]["restore"] > 0
         assert recovery["steps_lost"] == recovery["step"] - recovery["resumed_at"]
         assert recovery["steps_abandoned"] <= NET.policy.inflight
 
