@@ -151,6 +151,7 @@ class TerminalDisplay:
     def recovered(self, recovery: Recovery) -> None:
         color = "yellow" if recovery.lost else "green"
         self._block(report.recovery_block(recovery, self._run.num_slices), color)
+        self._live(self._steps)
 
     def finished(self, summary: Summary) -> None:
         self._progress.stop()

@@ -51,12 +51,14 @@ class MetricsLog:
     A step that is done again writes nothing, but must give the same loss, bit for bit.
 
     Args:
-        exact: whether a repeated step must repeat its loss (`ordered`, same versions and layout).
+        exact_from: the first step that must repeat its loss when it is done again.
     """
 
-    def __init__(self, path: Path | None, exact: bool, listeners: tuple[Listener, ...] = ()):
+    def __init__(
+        self, path: Path | None, exact_from: int = 1, listeners: tuple[Listener, ...] = ()
+    ):
         self.losses: list[float] = []
-        self._exact, self._listeners = exact, listeners
+        self._exact_from, self._listeners = exact_from, listeners
         self._file = None
         if path is not None:
             rows = read_rows(path)
@@ -78,7 +80,7 @@ class MetricsLog:
 
     def _compare(self, row: Row, first: float) -> str | None:
         same = np.float32(first).tobytes() == np.float32(row.loss).tobytes()
-        if same or not self._exact:
+        if same or row.step < self._exact_from:
             return None
         return (
             f"step {row.step} was done again and gave loss {row.loss!r}, not {first!r}: "

@@ -44,6 +44,9 @@ class Program:
         )
         self.donates = recipe.policy.lookback == "host"
         self._cache = CompileCache()
+        each = len(next(iter(devices.values())))
+        self.layout = list(recipe.mesh.inner_shape(each))
+        """Sizes of the mesh axes inside a slice."""
         self.shardings(frozenset(devices))  # refuses a bad sharding rule before anything runs
 
     def mesh(self, slices: Slices) -> Mesh:

@@ -165,8 +165,9 @@ def waiting_line(state: Waiting, policy: Policy, at: float) -> str:
 
 
 def restoring_line(state: Restoring) -> str:
-    """What the next mesh starts from."""
-    return f"restoring slices {_names(state.mesh)} from {source_text(state.source)}"
+    """That the next mesh is being made ready, and from what."""
+    source = state.source
+    return f"restoring slices {_names(state.mesh)} ({source.tier.value}, step {source.step})"
 
 
 def source_text(source: Source) -> str:

@@ -142,8 +142,10 @@ def train(
     sample = next(stream.batches(0))
     program = Program(recipe, sample, backend.devices)
     with contextlib.ExitStack() as stack:
-        directory = RunDirectory.open(run_dir, recipe, stream.fingerprint, versions()) if run_dir else None
-        if directory:
+        directory = None
+        if run_dir:
+            numerics = {"versions": versions(), "layout": program.layout}
+            directory = RunDirectory.open(run_dir, recipe, stream.fingerprint, numerics)
             stack.callback(directory.close)
         run = _Run(recipe, program, stream, backend, directory, display or NoDisplay())
         return run.execute()
@@ -186,11 +188,12 @@ class _Run:
 
     def execute(self) -> Summary:
         recipe, backend = self._recipe, self._backend
-        exact = recipe.reduction == "ordered" and (
-            self._directory is None or self._directory.same_versions
-        )
         path = self._directory.metrics if self._directory else None
-        metrics = MetricsLog(path, exact, (self._display.step, *map(_quiet, recipe.hooks)))
+        exact_from = self._directory.exact_from if self._directory else 1
+        if recipe.reduction == "fast":
+            exact_from = recipe.num_steps + 1
+        listeners = (self._display.step, *map(_quiet, recipe.hooks))
+        metrics = MetricsLog(path, exact_from, listeners)
         log_path = self._directory.events if self._directory else None
         log = EventLog(log_path, recipe.policy, os.getpid())
         saver = None

@@ -8,6 +8,7 @@ import os
 from pathlib import Path
 from typing import Any, TextIO
 
+from elastix.jsonl import read_rows
 from elastix.recipe import Recipe, describe
 
 FORMAT_VERSION = 1
@@ -16,9 +17,11 @@ FORMAT_VERSION = 1
 class RunDirectory:
     """The files of one run. `open` makes it, or takes it up if it belongs to the same recipe."""
 
-    def __init__(self, path: Path, lock: TextIO, same_versions: bool):
+    def __init__(self, path: Path, lock: TextIO, exact_from: int):
         self.path, self._lock = path, lock
-        self.same_versions = same_versions
+        self.exact_from = exact_from
+        """The first step that was done with the versions and the layout of this process: a step
+        done again is only held to its first loss, bit for bit, from there on."""
         self.checkpoints = path / "checkpoints"
         self.events = path / "events.jsonl"
         self.metrics = path / "metrics.jsonl"
@@ -26,12 +29,13 @@ class RunDirectory:
 
     @staticmethod
     def open(
-        path: str | Path, recipe: Recipe, data: dict[str, Any], versions: dict[str, str]
+        path: str | Path, recipe: Recipe, data: dict[str, Any], numerics: dict[str, Any]
     ) -> RunDirectory:
         """Create or take up a run directory.
 
         Args:
             data: the fingerprint of the data stream; a run goes on with the same data only.
+            numerics: what else decides the bits: versions, and the layout inside a slice.
 
         Raises:
             ValueError: it cannot be written, belongs to another recipe, holds something else, or
@@ -44,11 +48,11 @@ class RunDirectory:
             path.mkdir(parents=True, exist_ok=True)
             lock = (path / "lock").open("a+")
             _take(lock, path)
-            write_json(path / "recipe.json", _recipe_file(recipe, data, versions))
+            exact_from = _exact_from(path, stored, numerics)
+            write_json(path / "recipe.json", _recipe_file(recipe, data, numerics, exact_from))
         except OSError as error:
             raise ValueError(f"run directory {path} cannot be written: {error}") from error
-        same = stored is None or stored["versions"] == versions
-        return RunDirectory(path, lock, same)
+        return RunDirectory(path, lock, exact_from)
 
     def write_summary(self, summary: dict[str, Any]) -> None:
         write_json(self.summary, summary)
@@ -64,8 +68,16 @@ def write_json(path: Path, value: Any) -> None:
     os.replace(temporary, path)
 
 
+def _exact_from(path: Path, stored: dict[str, Any] | None, numerics: dict[str, Any]) -> int:
+    if stored is None:
+        return 1
+    if stored["numerics"] == numerics:
+        return stored["exact_from"]
+    return len(read_rows(path / "metrics.jsonl")) + 1
+
+
 def _recipe_file(
-    recipe: Recipe, data: dict[str, Any], versions: dict[str, str]
+    recipe: Recipe, data: dict[str, Any], numerics: dict[str, Any], exact_from: int
 ) -> dict[str, Any]:
     return {
         "format_version": FORMAT_VERSION,
@@ -73,9 +85,9 @@ def _recipe_file(
         "identity": recipe.identity(),
         "data": data,
         "num_steps": recipe.num_steps,
-        "mesh": describe(recipe.mesh),
         "policy": describe(recipe.policy),
-        "versions": versions,
+        "numerics": numerics,
+        "exact_from": exact_from,
     }
 
 
@@ -85,7 +97,7 @@ def _read_recipe(path: Path) -> dict[str, Any] | None:
         return None
     try:
         stored = json.loads(file.read_text(encoding="utf-8"))
-        stored["identity"], stored["data"], stored["versions"]
+        stored["identity"], stored["data"], stored["numerics"], stored["exact_from"]
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{file} is damaged ({error}): choose another --run-dir") from error
     return stored
@@ -111,7 +123,9 @@ def _refuse(
 ) -> None:
     """Refuse a directory that is not this run's, before anything in it is touched."""
     if stored is None:
-        foreign = sorted(p.name for p in path.iterdir() if p.name != "lock") if path.exists() else ()
+        foreign = (
+            sorted(p.name for p in path.iterdir() if p.name != "lock") if path.exists() else ()
+        )
         if foreign:
             raise ValueError(
                 f"run directory {path} holds {foreign[0]} but no recipe.json: "

@@ -265,7 +265,10 @@ def prepare(world: World, effect: Prepare) -> Iterator[Choice]:
 
 def run_step(world: World, step: int) -> Iterator[Choice]:
     if world.faults:
-        yield "data", answer(replace(world, faults=world.faults - 1), DataFailed, step=step, reason="x")
+        yield (
+            "data",
+            answer(replace(world, faults=world.faults - 1), DataFailed, step=step, reason="x"),
+        )
     gone = world.gone(world.mesh)
     if gone:
         yield "dispatch fails", lost(world, gone)
@@ -287,9 +290,7 @@ def snapshot(world: World, step: int) -> Iterator[Choice]:
     states = {(s, world.epoch, step) for s in world.mesh}
     assert states <= world.device, f"the snapshot of step {step} copies what was freed"
     copies = {(s, step) for s in world.mesh}
-    copied = replace(
-        world, memory=world.memory | copies, unpublished=world.unpublished | {step}
-    )
+    copied = replace(world, memory=world.memory | copies, unpublished=world.unpublished | {step})
     yield "snapshot", answer(copied, Snapshotted, step=step, holders=world.mesh)
 
 

@@ -114,10 +114,12 @@ def dot_flops(hlo: str) -> int:
         }
         for line in body.splitlines():
             called = re.findall(r"(?:calls|body|to_apply)=%?([\w.\-]+)", line)
-            trips = re.search(r'known_trip_count[^\d]*(\d+)', line)
+            trips = re.search(r"known_trip_count[^\d]*(\d+)", line)
             times = int(trips.group(1)) if trips else 1
             total += sum(times * flops(c) for c in called if c in bodies)
-            dot = re.search(r"%?([\w.\-]+) = \w+\[[^\]]*\][^=]* dot\((?:\w+\[[\d,]*\]\S* )?%?([\w.\-]+)", line)
+            dot = re.search(
+                r"%?([\w.\-]+) = \w+\[[^\]]*\][^=]* dot\((?:\w+\[[\d,]*\]\S* )?%?([\w.\-]+)", line
+            )
             if dot:
                 contracted = re.search(r"lhs_contracting_dims=\{([\d,]*)\}", line).group(1)
                 lhs = shapes[dot.group(2)]
@@ -133,7 +135,9 @@ def test_every_leaf_lies_whole_on_every_slice():
     leaves = program.initial(ALL)
     for path, array in leaves.items():
         for devices in slice_devices().values():
-            held = {str(s.index): s.data.size for s in array.addressable_shards if s.device in devices}
+            held = {
+                str(s.index): s.data.size for s in array.addressable_shards if s.device in devices
+            }
             assert sum(held.values()) == array.size, path
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
 from dataclasses import replace
 
 import numpy as np
@@ -43,9 +44,7 @@ def test_an_undisturbed_run_learns_and_counts_what_it_consumed(undisturbed):
 
 
 def test_slices_lost_and_returned_leave_no_trace_in_the_weights(undisturbed):
-    summary = run(
-        NET, Lose(1, step=12), Lose(0, step=18), Return(1, step=25), Return(0, step=25)
-    )
+    summary = run(NET, Lose(1, step=12), Lose(0, step=18), Return(1, step=25), Return(0, step=25))
     assert_same(summary, undisturbed)
     first, second, regrow = summary.recoveries
     assert (first["kind"], first["lost"], first["source"]) == ("loss", [1], "host")
@@ -159,7 +158,9 @@ def test_a_damaged_newest_checkpoint_is_set_aside_and_the_older_one_used(undistu
     summary = run(NET, run_dir=tmp_path / "run")
     assert_same(summary, undisturbed)
     assert 10 <= summary.resumed_at < 30
-    assert [a.step for a in CheckpointStore(tmp_path / "run/checkpoints", keep=3).set_aside_list()] == [30]
+    assert [
+        a.step for a in CheckpointStore(tmp_path / "run/checkpoints", keep=3).set_aside_list()
+    ] == [30]
 
 
 def test_the_files_of_a_run(tmp_path):
@@ -178,6 +179,16 @@ def test_the_files_of_a_run(tmp_path):
     assert {r["slices"] for r in rows} == {3, 4}
     assert all(r["seconds"] > 0 and r["tokens"] > 0 for r in rows)
     assert json.loads((path / "recipe.json").read_text())["identity"]["num_replicas"] == 12
+
+
+def test_a_run_may_go_on_with_another_layout_inside_a_slice(tmp_path):
+    """No promise of bits then: a step that was done with the old layout may differ when redone."""
+    path = tmp_path / "run"
+    run(replace(NET, num_steps=12), run_dir=path)
+    shutil.rmtree(path / "checkpoints/12")
+    summary = train(NET, backend=SimulatedBackend(4, 1), run_dir=path)
+    assert summary.outcome == "done", summary.reason
+    assert json.loads((path / "recipe.json").read_text())["exact_from"] == 13
 
 
 # --- what ends a run ------------------------------------------------------------------------------

@@ -1,0 +1,92 @@
+"""recipes/: they build, and their shapes fit together and onto their slices, on no device."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from elastix import Recipe
+from elastix.mesh import FSDP, SLICE, TENSOR, partition_spec
+from elastix.recipe_loading import load_recipe
+from elastix.step import TrainStep, Work
+from elastix.train_state import StateSpec
+from recipes import pretrain_qwen3_0_6b, quickstart
+
+V5E_CHIP_BYTES = 16e9
+
+
+@pytest.fixture(scope="module")
+def pretraining() -> Recipe:
+    return pretrain_qwen3_0_6b.recipe()
+
+
+@pytest.fixture(scope="module")
+def spec(pretraining) -> StateSpec:
+    return StateSpec(pretraining.model.build, pretraining.optimizer.build(), pretraining.seed)
+
+
+@pytest.mark.parametrize("module", [quickstart, pretrain_qwen3_0_6b])
+def test_a_recipe_is_the_same_by_file_and_by_module(module):
+    by_file = load_recipe(module.__file__)
+    assert by_file.recipe == load_recipe(module.__name__).recipe == module.recipe()
+    assert by_file.name == module.__name__.removeprefix("recipes.")
+
+
+@pytest.mark.parametrize("module", [quickstart, pretrain_qwen3_0_6b])
+def test_no_number_of_slices_wastes_work(module):
+    recipe = module.recipe()
+    assert set(recipe.useful_shares(3).values()) == {1.0}
+
+
+def test_quickstart_promises_of_the_readme_hold():
+    recipe = quickstart.recipe()
+    assert recipe.policy.checkpoint_every <= 20
+    assert recipe.model.vocab_size >= recipe.data.vocab_size
+
+
+def test_pretraining_is_of_qwen3_0_6b(pretraining, spec):
+    params = [leaf for leaf in spec.leaves if leaf.path in spec.trainable_paths]
+    assert sum(np.prod(p.shape, dtype=int) for p in params) == pretraining.model.num_params
+    assert round(pretraining.model.num_params / 1e9, 1) == 0.6
+    assert pretraining.model.vocab_size >= pretraining.data.vocab_size
+
+
+def test_pretraining_fits_the_chips_of_a_slice(pretraining, spec):
+    fsdp, tensor = pretraining.mesh.inner_shape(16)
+    sizes = {SLICE: 3, FSDP: fsdp, TENSOR: tensor}
+    rules = pretraining.model.sharding_rules()
+    held = 0
+    for leaf in spec.leaves:
+        axes = partition_spec(leaf.path, leaf.shape, rules, sizes)
+        held += leaf.nbytes // np.prod([sizes[a] for a in axes if a], dtype=int)
+    replicas = Work(pretraining.global_batch, pretraining.num_replicas, 2).per_slice
+    gradients = replicas * 4 * pretraining.model.num_params // 16
+    assert held + gradients < V5E_CHIP_BYTES / 2
+
+
+@pytest.mark.parametrize("num_slices", [4, 2])
+def test_the_pretraining_step_keeps_the_shapes_of_its_state(pretraining, spec, num_slices):
+    grid = np.array(jax.devices()[:8]).reshape(num_slices, -1, 1)
+    mesh = jax.sharding.Mesh(grid, (SLICE, FSDP, TENSOR))
+    work = Work(pretraining.global_batch, pretraining.num_replicas, num_slices)
+    step = TrainStep(
+        spec,
+        pretraining.loss,
+        pretraining.global_batch,
+        pretraining.num_replicas,
+        pretraining.reduction,
+        pretraining.optimizer.learning_rate,
+    )(mesh, spec.specs(pretraining.model.sharding_rules(), mesh))
+    struct = jax.ShapeDtypeStruct
+    leaves = {leaf.path: struct(leaf.shape, leaf.dtype) for leaf in spec.leaves}
+    tokens = (work.padded, work.examples, pretraining.data.seq_len + 1)
+    batch = {
+        "replica": struct((work.padded,), jnp.int32),
+        "example_id": struct((work.padded, work.examples, 2), jnp.uint32),
+        "tokens": struct(tokens, jnp.int32),
+    }
+    new, results = jax.eval_shape(step, leaves, batch)
+    assert {path: (x.shape, x.dtype) for path, x in new.items()} == {
+        path: (x.shape, x.dtype) for path, x in leaves.items()
+    }
+    assert results["loss"].shape == results["learning_rate"].shape == ()

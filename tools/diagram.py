@@ -1,0 +1,42 @@
+"""Print the state diagram of the recovery machine, from the histories of small worlds.
+
+Each edge was seen in an exhaustive search, so the picture cannot drift from the rules.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from elastix.machine import Policy  # noqa: E402
+from tests.machine_world import begin, explore  # noqa: E402
+
+WORLDS = (
+    Policy(snapshot_every=2, checkpoint_every=2, stable_probes=1, inflight=1),
+    Policy(snapshot_every=2, checkpoint_every=2, stable_probes=1, inflight=1, min_slices=2),
+)
+
+
+def edges() -> set[tuple[str, str, str]]:
+    """(state, event, next state) for each change of state in any history."""
+    found = set()
+    for policy in WORLDS:
+        found |= explore(begin(policy, num_slices=2, num_steps=3, faults=2)).edges
+    return {edge for edge in found if edge[0] != edge[2]}
+
+
+def mermaid() -> str:
+    """The diagram in Mermaid's notation, one arrow for each pair of states."""
+    events: dict[tuple[str, str], list[str]] = {}
+    for before, event, after in sorted(edges()):
+        events.setdefault((before, after), []).append(event)
+    lines = ["stateDiagram-v2", "    [*] --> Starting"]
+    lines += [f"    {a} --> {b}: {', '.join(es)}" for (a, b), es in events.items()]
+    lines += ["    Done --> [*]", "    Failed --> [*]"]
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    print(mermaid())
