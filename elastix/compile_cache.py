@@ -19,12 +19,12 @@ class _Counts:
     listening = False
 
 
-def _on_duration(event: str, duration: float, **_: object) -> None:
+def _on_duration(event: str, duration_secs: float, **_: str | int) -> None:
     if event == _COMPILE:
         _Counts.requests += 1
 
 
-def _on_event(event: str, **_: object) -> None:
+def _on_event(event: str, **_: str | int) -> None:
     if event == _HIT:
         _Counts.hits += 1
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from elastix.arrays import Arrays
 from elastix.backends import Backend, Health, slices_of
-from elastix.checkpoints import CheckpointError
+from elastix.checkpoints import CheckpointError, UnreadableHereError
 from elastix.classification import SliceLostError, first_line, status_code
 from elastix.compile_cache import count_compiles
 from elastix.data import Stream
@@ -44,6 +44,7 @@ from elastix.machine import (
     Snapshot,
     SnapshotMissing,
     Snapshotted,
+    Starting,
     State,
     WakeAt,
     Woke,
@@ -124,7 +125,7 @@ class Driver:
 
     def _release(self, state: State) -> None:
         self._arrays.release(state)
-        if not isinstance(state, Done | Failed):
+        if not isinstance(state, Starting | Done | Failed):
             oldest = min([self._committed, *(s.step for s in state.ledger.sources)])
             for step in [s for s in self._progress if s < oldest]:
                 del self._progress[step]
@@ -290,6 +291,8 @@ class Driver:
         source = effect.source
         try:
             progress = self._arrays.restore(source, self._epoch, effect.mesh, self._progress)
+        except UnreadableHereError:
+            raise  # the checkpoint may be good: that is no reason to go back to an older one
         except CheckpointError as error:
             return self._emit(RestoreFailed, source=source, reason=str(error))
         if progress is None:

@@ -106,6 +106,10 @@ def _import(given: str, place: str) -> ModuleType:
     _put_on_path(Path.cwd())
     try:
         spec = importlib.util.find_spec(place)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{place}.".startswith(f"{error.name}."):
+            raise ValueError(_failed(given, "cannot be imported", error)) from error
+        spec = None
     except Exception as error:
         raise ValueError(_failed(given, "cannot be imported", error)) from error
     if spec is None or spec.origin is None:

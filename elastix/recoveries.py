@@ -80,7 +80,7 @@ class Recoveries:
         """A mesh was given up: a recovery begins, or the open one goes on."""
         if isinstance(before, Starting) or not isinstance(after, Waiting | Restoring):
             return
-        old = getattr(before, "mesh", frozenset())
+        old: Slices = getattr(before, "mesh", frozenset())
         lost = self._lost(event) & old
         if isinstance(before, Training | Finishing):
             committed = event.step if isinstance(event, Committed) else before.train_state.step

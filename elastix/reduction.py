@@ -20,7 +20,7 @@ from jaxtyping import Array, Float, PyTree
 from elastix.mesh import SLICE
 
 
-def fold(values: Float[Array, "padded ..."], count: int) -> Float[Array, ...]:
+def fold(values: Float[Array, "padded ..."], count: int) -> Float[Array, "..."]:
     """The left fold of the first `count` rows; rows after them are padding and are not read."""
     zero = jnp.full(values.shape[1:], -0.0, values.dtype)
     return lax.scan(lambda acc, v: (acc + v, None), zero, values[:count])[0]

@@ -23,6 +23,8 @@ from elastix.machine import (
     Effect,
     Event,
     Failed,
+    Prepared,
+    ProgramFailed,
     Source,
     Started,
     Starting,
@@ -253,9 +255,9 @@ class _Run:
         }
 
     def _watch(self, before: State, event: Event, after: State, _: tuple[Effect, ...]) -> None:
-        if type(event).__name__ == "Prepared" and not self._recoveries.started:
+        if isinstance(event, Prepared) and not self._recoveries.started:
             self._resumed_at = event.step
-        if type(event).__name__ == "ProgramFailed":
+        if isinstance(event, ProgramFailed):
             self._trace = event.trace
         recovery = self._recoveries.update(before, event, after)
         self._display.event(before, event, after)

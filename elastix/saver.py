@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from elastix.backends import Backend, Health
-from elastix.checkpoints import CheckpointError, CheckpointStore
+from elastix.checkpoints import CheckpointError, CheckpointStore, UnreadableHereError
 from elastix.classification import first_line
 from elastix.machine import Abandon, Event, Save, Saved, SaveFailed
 from elastix.snapshots import HostCopy
@@ -52,7 +52,12 @@ class Saver:
         self._thread.submit(self._remove, effect)
 
     def load(self, step: int) -> tuple[dict[str, np.ndarray], dict[str, object]]:
-        """Read a checkpoint, verified. Raises CheckpointError, and sets a bad one aside."""
+        """Read a checkpoint, verified.
+
+        Raises:
+            CheckpointError: it is bad, and was set aside.
+            UnreadableHereError: it may be good, but this process cannot read it.
+        """
         return self._thread.submit(self._load, step).result()
 
     def answer(self, timeout: float = 0.0) -> Event | None:
@@ -71,6 +76,8 @@ class Saver:
     def _load(self, step: int) -> tuple[dict[str, np.ndarray], dict[str, object]]:
         try:
             return self._store.load(step)
+        except UnreadableHereError:
+            raise
         except CheckpointError as error:
             self._store.set_aside(step, str(error))
             raise

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -62,11 +63,13 @@ def to_devices(whole: Mapping[str, np.ndarray], shardings: Mapping[str, NamedSha
     with the array itself; a copy for each device is what a real device would have.
     """
     return {
-        path: jax.make_array_from_callback(
-            array.shape, shardings[path], lambda index, a=array: np.array(a[index], copy=True)
-        )
+        path: jax.make_array_from_callback(array.shape, shardings[path], partial(_copy_of, array))
         for path, array in whole.items()
     }
+
+
+def _copy_of(array: np.ndarray, index: Index | None) -> np.ndarray:
+    return np.array(array[index], copy=True)
 
 
 def move(leaves: Leaves, donors: frozenset[Any], shardings: Mapping[str, NamedSharding]) -> Leaves:

@@ -101,14 +101,16 @@ class TrainStep:
     def _gradient_specs(self, leaf_specs: dict[str, P]) -> list[P]:
         return [leaf_specs[path] for path in self.spec.trainable_paths]
 
-    def _gradients(self, mesh: Mesh, work: Work):
+    def _gradients(
+        self, mesh: Mesh, work: Work
+    ) -> Callable[[TrainState, dict[str, Array]], tuple[Sums, Array]]:
         """The part of each slice: its own replicas, one after another.
 
         `ordered` keeps the gradient of each replica, `fast` their sum on this slice.
         """
         ordered = self.reduction == "ordered"
 
-        def run(state: TrainState, batch: dict[str, Array]):
+        def run(state: TrainState, batch: dict[str, Array]) -> tuple[Sums, Array]:
             base = jax.random.fold_in(state.key, state.step)
             columns = {k: v for k, v in batch.items() if k not in ("replica", "example_id")}
 
@@ -138,7 +140,14 @@ class TrainStep:
             check_vma=False,
         )
 
-    def _replica(self, arrays, columns, base, replica: Int[Array, ""], examples: int):
+    def _replica(
+        self,
+        arrays: PyTree[Array],
+        columns: dict[str, Array],
+        base: Array,
+        replica: Int[Array, ""],
+        examples: int,
+    ) -> Sums:
         """Gradients of one logical replica. Keys come from the step and the example's index in
         the global batch, never from a device."""
         index = replica * examples + jnp.arange(examples, dtype=jnp.int32)
@@ -153,10 +162,12 @@ class TrainStep:
         (total, (weight, metrics)), grads = differentiate(arrays)
         return Sums(grads, total, jnp.asarray(weight, jnp.float32), metrics)
 
-    def _update(self, mesh: Mesh):
+    def _update(
+        self, mesh: Mesh
+    ) -> Callable[[TrainState, Sums], tuple[TrainState, dict[str, Any]]]:
         """The part that every slice does alike, on the sums of all replicas."""
 
-        def run(state: TrainState, sums: Sums):
+        def run(state: TrainState, sums: Sums) -> tuple[TrainState, dict[str, Any]]:
             total, weight, metrics = (
                 jax.tree.map(lambda x: fold(x, self.num_replicas), part)
                 for part in (sums.total, sums.weight, sums.metrics)
@@ -194,8 +205,8 @@ class Sums(eqx.Module):
     """What replicas add up to: stacked over replicas, or already summed."""
 
     grads: PyTree[Array]
-    total: Float[Array, ...]
-    weight: Float[Array, ...]
+    total: Float[Array, "..."]
+    weight: Float[Array, "..."]
     metrics: dict[str, Array]
 
 

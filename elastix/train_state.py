@@ -12,6 +12,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Int, Key, PyTree
 
@@ -53,7 +54,12 @@ class StateSpec:
     paths, and nothing depends on an unpickled treedef.
     """
 
-    def __init__(self, build_model: Callable[[Array], PyTree], optimizer, seed: int):
+    def __init__(
+        self,
+        build_model: Callable[[Array], PyTree],
+        optimizer: optax.GradientTransformation,
+        seed: int,
+    ):
         self._build_model, self.optimizer, self._seed = build_model, optimizer, seed
         model = eqx.filter_eval_shape(build_model, jax.eval_shape(lambda: jax.random.key(0)))
         is_struct = lambda x: isinstance(x, jax.ShapeDtypeStruct)  # noqa: E731

@@ -19,7 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from orbax.checkpoint import v1 as ocp
 
-from elastix import checkpoints
+from elastix import checkpoint_format
 from elastix.checkpoints import CheckpointError, CheckpointStore, UnreadableHereError
 
 DTYPES = [np.dtype(code).name for code in "?bhiqBHIQefdFD"]  # bool to complex128
@@ -129,7 +129,7 @@ def test_more_than_one_chunk(store):
 
 @given(size=st.integers(0, 2**45))
 def test_any_size_divides_into_chunks(size):
-    length = checkpoints._padded(size)
+    length = checkpoint_format.padded(size)
     chunks = max(1, -(-size // (64 << 20)))
     assert max(size, 1) <= length < size + max(chunks, 2)
     assert length % chunks == 0 and length // chunks <= 64 << 20
@@ -402,7 +402,7 @@ def edit_metadata(store, step, change, *, seal):
     document = outer["custom_metadata"]
     change(document)
     if seal:
-        document["seal"] = checkpoints._seal(document)
+        document["seal"] = checkpoint_format.seal(document)
     path.write_text(json.dumps(outer))
 
 

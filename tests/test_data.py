@@ -181,8 +181,7 @@ def test_an_error_in_the_source_then_the_same_batches(prefetch):
         data = squares(source=source, shuffle=False, prefetch=prefetch)
         got, iterator = [], data.batches(0)
         with pytest.raises(OSError, match=f"disk error at {failing}"):
-            for batch in iterator:
-                got.append(batch)
+            got.extend(iterator)
         assert len(got) == failing // 4  # everything before the failing batch, nothing after
         assert next(iterator, None) is None  # Grain alone would skip the batch and go on
         got += itertools.islice(data.batches(len(got)), 10 - len(got))

@@ -13,7 +13,9 @@ from typing import NamedTuple
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-MAX_LINES = 350
+# One file holds a whole model family, or all tests of a module.
+MAX_LINES = {"models": 450, "tests": 800}
+DEFAULT_MAX_LINES = 350
 NOT_OURS = {"build", "dist", "runs", "shared"}
 
 # Beside the standard library, a module whose name matches may import these alone.
@@ -137,8 +139,9 @@ def _bad_files(root: Path) -> Iterator[str]:
         name, lines = path.relative_to(root), path.read_text().count("\n")
         if path.name == "utils.py":
             yield f"{name}: name it after what it does"
-        if lines > MAX_LINES:
-            yield f"{name}: {lines} lines, at most {MAX_LINES}"
+        most = MAX_LINES.get(name.parts[0], DEFAULT_MAX_LINES)
+        if lines > most:
+            yield f"{name}: {lines} lines, at most {most}"
 
 
 def test_the_layout_of_the_repository():
@@ -179,7 +182,8 @@ PLANTED = [
         "cycle: elastix.a <- elastix.b <- elastix.a",
     ),
     ({"elastix/utils.py": ""}, "elastix/utils.py: name it after what it does"),
-    ({"tests/a/b.py": "\n" * 351}, "tests/a/b.py: 351 lines, at most 350"),
+    ({"elastix/a/b.py": "\n" * 351}, "elastix/a/b.py: 351 lines, at most 350"),
+    ({"tests/a/b.py": "\n" * 801}, "tests/a/b.py: 801 lines, at most 800"),
 ]
 
 

@@ -8,8 +8,17 @@ import numpy as np
 import pytest
 
 from elastix.event_log import EventLog, encode
-from elastix.machine import Policy, Prepare, Restoring, Saved, Started, Starting, Tier, transition
-from elastix.machine import Source
+from elastix.machine import (
+    Policy,
+    Prepare,
+    Restoring,
+    Saved,
+    Source,
+    Started,
+    Starting,
+    Tier,
+    transition,
+)
 from elastix.metrics import MetricsLog, Row
 from elastix.progress import Progress
 

@@ -39,15 +39,20 @@ NANO = qwen3.Qwen3Config(
     intermediate_size=40,
     rope_theta=100.0,  # so low that twelve positions turn every pair
 )
-TOKENS = jnp.asarray(np.random.default_rng(0).integers(0, 32, 12), jnp.int32)
+# On the host: a test of a lost slice overwrites what lies on its devices.
+TOKENS = np.random.default_rng(0).integers(0, 32, 12, dtype=np.int32)
 
 # Nearly all the time of these tests is XLA's, and most of that is optimising what runs once.
 jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
 forward = jit(lambda model, tokens, **options: model(tokens, **options))
 loss_of = jit(next_token_loss)
 loss_and_grad = jit(jax.value_and_grad(lambda *args: next_token_loss(*args)[0]))
-BATCH = {"tokens": jnp.arange(32)[None], "mask": jnp.ones((1, 31), jnp.float32)}
-KEYS = jax.random.split(jax.random.key(1), 1)
+BATCH = {"tokens": np.arange(32, dtype=np.int32)[None], "mask": np.ones((1, 31), np.float32)}
+
+
+@pytest.fixture
+def one_key():
+    return jax.random.split(jax.random.key(1), 1)
 
 
 @pytest.fixture(autouse=True)
@@ -156,7 +161,7 @@ def test_logits_are_those_of_hugging_face(tied):
 
 
 def test_a_later_token_changes_no_earlier_logit(model):
-    before, after = forward(model, TOKENS), forward(model, TOKENS.at[7].add(1))
+    before, after = forward(model, TOKENS), forward(model, jnp.asarray(TOKENS).at[7].add(1))
     np.testing.assert_array_equal(before[:7], after[:7])
     far(before[7], after[7])
     far(before[8:], after[8:])
@@ -229,7 +234,7 @@ def test_the_scan_equals_a_loop_over_layers(model):
     def unrolled(model):
         x = model.embedding[TOKENS]
         angles = qwen3.rope_angles(jnp.arange(12), NANO.head_dim, NANO.rope_theta)
-        mask = qwen3.attention_mask(TOKENS, None)
+        mask = qwen3.attention_mask(jnp.asarray(TOKENS), None)
         for i in range(NANO.num_layers):
             x = jax.tree.map(lambda leaf, i=i: leaf[i], model.layers)(x, angles, mask)
         return model.norm(x) @ model.embedding.T
@@ -237,22 +242,22 @@ def test_the_scan_equals_a_loop_over_layers(model):
     close(unrolled(model), forward(model, TOKENS))
 
 
-def test_remat_recomputes_and_changes_nothing(model):
+def test_remat_recomputes_and_changes_nothing(model, one_key):
     remat = build(variant(remat=True))
-    assert "prevent_cse" not in str(loss_and_grad.trace(model, BATCH, KEYS).jaxpr)
-    assert "prevent_cse" in str(loss_and_grad.trace(remat, BATCH, KEYS).jaxpr)
-    results = [jax.tree.leaves(loss_and_grad(m, BATCH, KEYS)) for m in (model, remat)]
+    assert "prevent_cse" not in str(loss_and_grad.trace(model, BATCH, one_key).jaxpr)
+    assert "prevent_cse" in str(loss_and_grad.trace(remat, BATCH, one_key).jaxpr)
+    results = [jax.tree.leaves(loss_and_grad(m, BATCH, one_key)) for m in (model, remat)]
     for kept, recomputed in zip(*results, strict=True):
         close(kept, recomputed)
 
 
-def test_bfloat16_computes_from_float32_masters():
+def test_bfloat16_computes_from_float32_masters(one_key):
     half = build(variant(tie_embeddings=False, compute_dtype="bfloat16"))
     assert {x.dtype for x in jax.tree.leaves(half)} == {jnp.dtype("float32")}
     logits, exact = forward(half, TOKENS), forward(build(variant(tie_embeddings=False)), TOKENS)
     assert logits.dtype == jnp.float32
     assert 1e-4 < jnp.linalg.norm(logits - exact) / jnp.linalg.norm(exact) < 5e-2
-    results = loss_and_grad(half, BATCH, KEYS)
+    results = loss_and_grad(half, BATCH, one_key)
     assert {x.dtype for x in jax.tree.leaves(results)} == {jnp.dtype("float32")}
 
 
@@ -343,12 +348,12 @@ def test_initial_weights():
 
 # The loss. It knows no transformer, so most of its tests take a bigram table for a model.
 
-TABLE = jnp.asarray(np.random.default_rng(4).normal(size=(32, 32)), jnp.float32)
+TABLE = np.random.default_rng(4).normal(size=(32, 32)).astype(np.float32)
 
 
 @jax.tree_util.Partial  # a pytree without leaves, as jit wants of a model
 def bigrams(tokens, **_):
-    return TABLE[tokens]
+    return jnp.asarray(TABLE)[tokens]
 
 
 def reference_loss(logits, targets, weights):
@@ -396,9 +401,9 @@ def test_losses_of_replicas_add_up():
     assert all(x == 0 for x in jax.tree.leaves(replicas[2]))
 
 
-def test_a_replica_of_weight_zero_has_no_loss_and_no_gradient(model):
+def test_a_replica_of_weight_zero_has_no_loss_and_no_gradient(model, one_key):
     padding = {"tokens": jnp.zeros((1, 32), jnp.int32), "mask": jnp.zeros((1, 31), jnp.float32)}
-    assert all((x == 0).all() for x in jax.tree.leaves(loss_and_grad(model, padding, KEYS)))
+    assert all((x == 0).all() for x in jax.tree.leaves(loss_and_grad(model, padding, one_key)))
 
 
 def test_loss_of_packed_documents_is_that_of_the_documents(model):
@@ -419,7 +424,11 @@ def test_loss_hands_each_example_its_own_row_of_every_column():
     def model(tokens, *, key, segment_ids, positions):
         assert tokens.shape == segment_ids.shape == positions.shape == (2,)
         noise = jax.random.uniform(key, (2, 32), jnp.float32)
-        return noise + TABLE[tokens] + TABLE[positions] * segment_ids[:, None].astype(jnp.float32)
+        return (
+            noise
+            + jnp.asarray(TABLE)[tokens]
+            + jnp.asarray(TABLE)[positions] * segment_ids[:, None].astype(jnp.float32)
+        )
 
     columns = {
         name: jnp.asarray(rows)
@@ -446,8 +455,8 @@ def test_loss_is_stable_for_huge_logits():
 
 
 @pytest.mark.parametrize("changes", [{}, {"tie_embeddings": False, "compute_dtype": "bfloat16"}])
-def test_each_layer_of_each_leaf_has_a_gradient(changes):
-    _, grads = loss_and_grad(build(variant(**changes)), BATCH, KEYS)
+def test_each_layer_of_each_leaf_has_a_gradient(changes, one_key):
+    _, grads = loss_and_grad(build(variant(**changes)), BATCH, one_key)
     for path, grad in paths_and_leaves(grads):
         layers = np.asarray(grad if path.startswith(".layers") else grad[None])
         sizes = np.abs(layers).reshape(len(layers), -1).max(axis=1)

@@ -10,8 +10,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from elastix.machine import Policy  # noqa: E402
-from tests.machine_world import begin, explore  # noqa: E402
+from elastix.machine import Policy
+from tests.machine_world import begin, explore
 
 WORLDS = (
     Policy(snapshot_every=2, checkpoint_every=2, stable_probes=1, inflight=1),

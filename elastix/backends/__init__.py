@@ -24,8 +24,11 @@ class Backend(Protocol):
     """
 
     name: str
-    devices: Mapping[int, Sequence[Any]]
-    """The devices of each slice."""
+
+    @property
+    def devices(self) -> Mapping[int, Sequence[Any]]:
+        """The devices of each slice."""
+        ...
 
     def now(self) -> float:
         """Seconds since the backend began."""

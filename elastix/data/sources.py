@@ -158,7 +158,7 @@ def _token_array(documents: list[bytes], tokenizer: Tokenizer) -> np.ndarray:
     """Returns the ids of all documents, each with its end, in the smallest fitting dtype."""
     dtype = np.uint16 if tokenizer.vocab_size <= 2**16 else np.int32
     end = np.array([tokenizer.end_id], dtype)
-    parts = []
+    parts: list[np.ndarray] = []
     for number, document in enumerate(documents):
         ids = check_ids(tokenizer.encode(document), tokenizer.vocab_size, f"document {number}")
         parts += (ids.astype(dtype), end)

@@ -1,7 +1,7 @@
 """Tokenizers: bytes, which need nothing, and any Hugging Face `tokenizer.json`."""
 
 from collections.abc import Sequence
-from typing import Protocol, final
+from typing import Any, Protocol, final
 
 import numpy as np
 
@@ -97,7 +97,7 @@ class HuggingFaceTokenizer:
         return self._tokenizer.decode(ids[ids != self.end_id].tolist(), skip_special_tokens=False)
 
 
-def _load_hugging_face(path: str):
+def _load_hugging_face(path: str) -> Any:
     if problem := file_problem(path):
         raise DataError(f'tokenizer {path!r} {problem}; give "bytes" or a tokenizer.json')
     try:

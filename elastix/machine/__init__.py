@@ -4,52 +4,54 @@ Pure: the standard library only, no clock, no device. `transition(state, event, 
 `(state, effects)`; `TABLE` is the protocol, keyed by (state type, event type).
 """
 
-from elastix.machine.naming import named_snapshots, names_train_state
-from elastix.machine.policy import Policy
-from elastix.machine.rules import TABLE, is_stale, transition
-from elastix.machine.values import (
+from elastix.machine.messages import (
     Abandon,
     Committed,
     ControllerLost,
     DataFailed,
     Dispatched,
-    Done,
     Effect,
     Event,
-    Failed,
-    Finishing,
-    Ledger,
-    Live,
     PreemptionNoticed,
     Prepare,
     Prepared,
     Probe,
     Probed,
     ProgramFailed,
-    ProtocolError,
     RestoreFailed,
-    Restoring,
     RunStep,
     Save,
     Saved,
     SaveFailed,
-    Saving,
-    Slices,
     SlicesLost,
     Snapshot,
     SnapshotMissing,
     Snapshotted,
+    Started,
+    WakeAt,
+    Woke,
+)
+from elastix.machine.naming import named_snapshots, names_train_state
+from elastix.machine.policy import Policy
+from elastix.machine.rules import TABLE, is_stale, transition
+from elastix.machine.values import (
+    Done,
+    Failed,
+    Finishing,
+    Ledger,
+    Live,
+    ProtocolError,
+    Restoring,
+    Saving,
+    Slices,
     Source,
     Stable,
-    Started,
     Starting,
     State,
     Tier,
     Training,
     TrainStateName,
     Waiting,
-    WakeAt,
-    Woke,
 )
 from elastix.machine.verbs import lose, regrow, restore, wait
 

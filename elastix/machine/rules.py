@@ -9,35 +9,39 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from elastix.machine.policy import Policy
-from elastix.machine.values import (
+from elastix.machine.messages import (
     Committed,
     ControllerLost,
     DataFailed,
     Dispatched,
-    Done,
     Event,
-    Failed,
-    Finishing,
-    Ledger,
-    Live,
     PreemptionNoticed,
     Prepared,
     Probe,
     Probed,
     ProgramFailed,
-    ProtocolError,
     RestoreFailed,
-    Restoring,
     RunStep,
     Saved,
     SaveFailed,
-    Saving,
     SlicesLost,
     SnapshotMissing,
     Snapshotted,
-    Source,
     Started,
+    WakeAt,
+    Woke,
+)
+from elastix.machine.policy import Policy
+from elastix.machine.values import (
+    Done,
+    Failed,
+    Finishing,
+    Ledger,
+    Live,
+    ProtocolError,
+    Restoring,
+    Saving,
+    Source,
     Stable,
     Starting,
     State,
@@ -45,8 +49,6 @@ from elastix.machine.values import (
     Training,
     TrainStateName,
     Waiting,
-    WakeAt,
-    Woke,
 )
 from elastix.machine.verbs import (
     NONE,

@@ -8,24 +8,26 @@ from __future__ import annotations
 from dataclasses import replace
 from math import inf
 
-from elastix.machine.policy import Policy
-from elastix.machine.values import (
+from elastix.machine.messages import (
     Abandon,
-    Done,
     Effect,
     Event,
+    Prepare,
+    Probe,
+    RunStep,
+    Save,
+    Snapshot,
+)
+from elastix.machine.policy import Policy
+from elastix.machine.values import (
+    Done,
     Failed,
     Finishing,
     Ledger,
     Live,
-    Prepare,
-    Probe,
     Restoring,
-    RunStep,
-    Save,
     Saving,
     Slices,
-    Snapshot,
     Source,
     State,
     Tier,

@@ -266,7 +266,7 @@ def test_a_hook_that_fails_never_stops_training(undisturbed, capsys):
     assert "tracker down" in capsys.readouterr().err
 
 
-# --- bad input: before anything is changed ----------------------------------------------------------
+# --- bad input: before anything is changed --------------------------------------------------------
 
 
 @pytest.mark.parametrize(

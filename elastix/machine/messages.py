@@ -1,0 +1,210 @@
+"""The messages of the machine: events, which say what happened, and effects, what to do."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from elastix.machine.values import Slices, Source
+
+# --- events: what happened -------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Event:
+    """Something that happened `at` this second of the backend's clock, in answer to an effect of
+    `epoch` (or noticed during it)."""
+
+    at: float
+    epoch: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Started(Event):
+    """The process began: these slices exist, these are up, these sources could be restored."""
+
+    num_steps: int
+    slices: Slices
+    up: Slices
+    sources: tuple[Source, ...]
+    durable: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Dispatched(Event):
+    """The executable of `step` was called; its results are futures."""
+
+    step: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Committed(Event):
+    """The results of `step` were read from every slice of the mesh."""
+
+    step: int
+    finite: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SlicesLost(Event):
+    """The memory of these slices is gone; `cause` is what was noticed."""
+
+    slices: Slices
+    cause: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Probed(Event):
+    """Of the slices asked: `up` answered with their memory intact, `emptied` answered without
+    it (they died and came back), `down` did not answer."""
+
+    up: Slices = frozenset()
+    emptied: Slices = frozenset()
+    down: Slices = frozenset()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prepared(Event):
+    """State and executable are ready on the mesh that was asked for. The seconds and compiles
+    are for the reader of the log; no rule looks at them."""
+
+    step: int
+    restore_seconds: float = 0.0
+    compile_seconds: float = 0.0
+    compiles: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SnapshotMissing(Event):
+    """The memory that should hold `source` does not have it."""
+
+    source: Source
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RestoreFailed(Event):
+    """`source` could not be restored, though its holders answer."""
+
+    source: Source
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Snapshotted(Event):
+    """Each of `holders` has a whole host copy of the state after `step`."""
+
+    step: int
+    holders: Slices
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Saved(Event):
+    """The checkpoint of `step` is durable. `epoch` is the one in which the save began."""
+
+    step: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SaveFailed(Event):
+    """The checkpoint of `step` could not be written; nothing of it is left."""
+
+    step: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProgramFailed(Event):
+    """An error with every slice healthy: the user's program or ours, never retried. `trace` is
+    for the reader of the log."""
+
+    reason: str
+    trace: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DataFailed(Event):
+    """The data stream raised before `step` could be dispatched."""
+
+    step: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ControllerLost(Event):
+    """The connection to every device is gone; only the durable tier is left."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PreemptionNoticed(Event):
+    """The whole job is asked to stop: finish the steps in flight, save, end."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Woke(Event):
+    """The time asked for by `WakeAt` has come."""
+
+
+# --- effects: what to do -----------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Effect:
+    """Something to do; `epoch` is the ticket its answer carries."""
+
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True)
+class Prepare(Effect):
+    """Build the state of `source` and the executable on `mesh`. Answers: Prepared,
+    SnapshotMissing, RestoreFailed, SlicesLost, ProgramFailed, ControllerLost."""
+
+    mesh: Slices
+    source: Source
+
+
+@dataclass(frozen=True, slots=True)
+class RunStep(Effect):
+    """Call the executable. Answers: Dispatched and then Committed, or DataFailed, SlicesLost,
+    ProgramFailed, ControllerLost."""
+
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot(Effect):
+    """Copy the committed state of `step` to the host memory of each slice of the mesh. Answers:
+    Snapshotted, SlicesLost, ProgramFailed, ControllerLost."""
+
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class Save(Effect):
+    """Write a checkpoint from the host copy of `holder`, in the background. Answers: Saved,
+    SaveFailed."""
+
+    step: int
+    holder: int
+
+
+@dataclass(frozen=True, slots=True)
+class Abandon(Effect):
+    """Give up the save of `step`, and remove what it wrote. No answer."""
+
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class Probe(Effect):
+    """Ask these slices for their canaries. Answer: Probed."""
+
+    slices: Slices
+
+
+@dataclass(frozen=True, slots=True)
+class WakeAt(Effect):
+    """Answer with Woke at this second of the backend's clock."""
+
+    at: float
