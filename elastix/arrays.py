@@ -52,6 +52,10 @@ class Arrays:
         self._states[epoch, step] = leaves
         return results
 
+    def consumed_ids(self, ids: np.ndarray) -> np.ndarray:
+        """The example ids that a step's results say it consumed: int64[global_batch]."""
+        return self._program.consumed_ids(ids)
+
     def restore(
         self, source: Source, epoch: int, mesh: Slices, known: dict[int, Progress]
     ) -> Progress | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import NoReturn
 
 from elastix.faults import Fault, Lose, Return
@@ -205,9 +206,9 @@ def _parser(name: str) -> argparse.ArgumentParser:
     add("--slices", metavar="N", type=int, default=4, help="number of slices (default: 4)")
     add("--devices-per-slice", metavar="N", type=int, default=2, help="(default: 2)")
     add("--steps", metavar="N", type=int, help="train so many steps: short for --num-steps N")
-    fault = {"action": "append", "default": [], "metavar": "S@STEP"}
-    add("--lose", **fault, help="lose slice S, counted from 0, while STEP runs; S@12.5s: at 12.5 s")
-    add("--return", **fault, help="bring it back, with empty memory, when STEP is committed")
+    fault = partial(add, action="append", default=[], metavar="S@STEP")
+    fault("--lose", help="lose slice S, counted from 0, while STEP runs; S@12.5s: at 12.5 s")
+    fault("--return", help="bring it back, with empty memory, when STEP is committed")
     add(
         "--compile-cache",
         metavar="DIR|off",

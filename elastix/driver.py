@@ -51,7 +51,7 @@ from elastix.machine import (
     transition,
 )
 from elastix.metrics import MetricsLog, Row
-from elastix.program import Batch, Program
+from elastix.program import Batch
 from elastix.progress import Progress
 from elastix.saver import Saver
 
@@ -80,7 +80,7 @@ class Driver:
 
     def __init__(
         self,
-        program: Program,
+        arrays: Arrays,
         stream: Stream,
         backend: Backend,
         policy: Policy,
@@ -88,10 +88,9 @@ class Driver:
         saver: Saver | None,
         observers: tuple[Observer, ...] = (),
     ):
-        self._program, self._stream, self._backend = program, stream, backend
+        self._arrays, self._stream, self._backend = arrays, stream, backend
         self._policy, self._metrics, self._saver = policy, metrics, saver
         self._observers = observers
-        self._arrays = Arrays(program, backend, saver)
         self._mesh: Slices = frozenset()
         self._epoch = 0
         self._inflight: deque[InFlight] = deque()
@@ -269,7 +268,7 @@ class Driver:
         step = self._inflight[0]
         results = self._backend.read(step.results, self._mesh)
         self._inflight.popleft()
-        ids = self._program.consumed_ids(results.pop("example_id"))
+        ids = self._arrays.consumed_ids(results.pop("example_id"))
         self._progress[step.step] = self._progress[step.step - 1].consume(ids)
         self._committed = step.step
         self._backend.committed(step.step)

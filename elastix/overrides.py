@@ -8,12 +8,14 @@ import difflib
 import io
 import re
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any, get_type_hints
 
 import tyro
 
 from elastix.recipe import Recipe
 
+_HIDDEN: Any = tyro.conf.Suppress[tyro.conf.Fixed[Any]]  # type: ignore[misc]
 _CONFIG = (tyro.conf.FlagConversionOff, tyro.conf.AvoidSubcommands)
 
 
@@ -100,14 +102,18 @@ def _open_fields(value: Any) -> Any:
         if _is_tree(inner):
             hint = _open_fields(inner)
         elif _is_code(value, field.name):
-            hint = tyro.conf.Suppress[tyro.conf.Fixed[Any]]
+            hint = _HIDDEN
         default = hint() if _is_tree(inner) else inner
-        make = dataclasses.field(default_factory=lambda default=default: default)
+        make = dataclasses.field(default_factory=partial(_same, default))
         fields.append((field.name, hint, make))
     frozen = kind.__dataclass_params__.frozen
     opened = dataclasses.make_dataclass(kind.__name__, fields, bases=(kind,), frozen=frozen)
     opened.__doc__ = kind.__doc__
     return opened
+
+
+def _same(value: Any) -> Any:
+    return value
 
 
 def _close(value: Any, like: Any) -> Any:

@@ -13,6 +13,7 @@ import re
 import sys
 import sysconfig
 import traceback
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -73,7 +74,7 @@ def devices_are_touched() -> bool:
     return xla_bridge.backends_are_initialized()
 
 
-def _call(given: str, make) -> object:
+def _call(given: str, make: Callable[[], object]) -> object:
     try:
         return make()
     except ValueError as error:
@@ -186,7 +187,7 @@ def _is_installed(file: Path) -> bool:
     return any(file.is_relative_to(root) for root in roots)
 
 
-def _guarded(given: str, load) -> ModuleType:
+def _guarded(given: str, load: Callable[[], ModuleType]) -> ModuleType:
     try:
         return load()
     except (Exception, SystemExit) as error:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import TYPE_CHECKING
@@ -26,6 +26,7 @@ from elastix.machine import (
 )
 from elastix.metrics import Row
 from elastix.recoveries import Recovery
+from elastix.wording import count, duration, names, plural, size
 
 if TYPE_CHECKING:
     from elastix.run import RunInfo, Summary
@@ -72,7 +73,7 @@ def start_block(info: RunInfo, name: str) -> Block:
         f"{name}: {recipe.num_steps} steps on {info.num_slices} slices "
         f"x {info.devices_per_slice} devices",
         (
-            ("state", f"{_count(info.num_params)} parameters, {_bytes(info.state_bytes)} in all"),
+            ("state", f"{count(info.num_params)} parameters, {size(info.state_bytes)} in all"),
             ("work", _work(info)),
             ("reduction", _reduction(recipe.reduction)),
             ("policy", policy_text),
@@ -142,8 +143,8 @@ def step_text(row: Row, info: RunInfo, pace: Pace) -> str:
     """One committed step, without its number."""
     left = pace.seconds_left(row.step)
     return (
-        f"loss {row.loss:.4f}  {_count(pace.tokens_per_device)} tokens/s/device  "
-        f"slices {row.slices}/{info.num_slices}  {_duration(left)} left"
+        f"loss {row.loss:.4f}  {count(pace.tokens_per_device)} tokens/s/device  "
+        f"slices {row.slices}/{info.num_slices}  {duration(left)} left"
     )
 
 
@@ -158,16 +159,16 @@ def waiting_line(state: Waiting, policy: Policy, at: float) -> str:
     ledger = state.ledger
     up = f"waiting: {len(ledger.up)} of {len(ledger.slices)} slices are up"
     if len(ledger.up) >= policy.min_slices:
-        return f"{up}, goes on with {state.want} or in {_duration(max(0.0, state.until - at))}"
+        return f"{up}, goes on with {state.want} or in {duration(max(0.0, state.until - at))}"
     since = at if ledger.below_since is None else ledger.below_since
     left = max(0.0, since + policy.deadline - at)
-    return f"{up}, needs {policy.min_slices}, gives up in {_duration(left)}"
+    return f"{up}, needs {policy.min_slices}, gives up in {duration(left)}"
 
 
 def restoring_line(state: Restoring) -> str:
     """That the next mesh is being made ready, and from what."""
     source = state.source
-    return f"restoring slices {_names(state.mesh)} ({source.tier.value}, step {source.step})"
+    return f"restoring slices {names(state.mesh)} ({source.tier.value}, step {source.step})"
 
 
 def source_text(source: Source) -> str:
@@ -210,9 +211,9 @@ def progress_note(event: Event) -> str | None:
 def recovery_title(recovery: Recovery) -> str:
     """One line: what happened."""
     if recovery.kind == "loss":
-        return f"slice {_names(recovery.lost)} lost after step {recovery.step}"
+        return f"slice {names(recovery.lost)} lost after step {recovery.step}"
     if recovery.found:
-        return f"slice {_names(recovery.found)} came back after step {recovery.step}"
+        return f"slice {names(recovery.found)} came back after step {recovery.step}"
     return f"{recovery.kind} after step {recovery.step}"
 
 
@@ -221,21 +222,21 @@ def recovery_block(recovery: Recovery, num_slices: int) -> Block:
     came_with = [("came back", recovery.found)] if recovery.kind == "loss" else []
     went_with = [("lost", recovery.lost)] if recovery.kind != "loss" else []
     cost = (
-        f"{_plural(recovery.steps_lost, 'step')} lost, "
+        f"{plural(recovery.steps_lost, 'step')} lost, "
         f"{recovery.steps_abandoned} in flight abandoned, "
-        f"{_plural(recovery.compiles, 'program')} compiled"
+        f"{plural(recovery.compiles, 'program')} compiled"
     )
-    count = f"{len(recovery.slices)} of {num_slices}"
+    share = f"{len(recovery.slices)} of {num_slices}"
     return Block(
         f"recovery: {recovery_title(recovery)}",
         (
             ("noticed", " ".join(recovery.cause.split())),
-            *((name, f"slice {_names(ids)}") for name, ids in came_with + went_with if ids),
+            *((name, f"slice {names(ids)}") for name, ids in came_with + went_with if ids),
             ("state from", _source(recovery.source or "", recovery.resumed_at)),
             ("cost", cost),
             (
                 "goes on",
-                f"from step {recovery.resumed_at} on slices {_names(recovery.slices)} ({count})",
+                f"from step {recovery.resumed_at} on slices {names(recovery.slices)} ({share})",
             ),
             ("seconds", seconds_text(recovery)),
         ),
@@ -254,7 +255,7 @@ def seconds_text(recovery: Recovery) -> str:
 def summary_block(summary: Summary, info: RunInfo, unigram_loss: float | None = None) -> Block:
     """How the run ended; the reason of a failure is not among it."""
     consumed = summary.consumed
-    programs = _plural(summary.compiles, "program")
+    programs = plural(summary.compiles, "program")
     optional = (
         ("final loss", summary.losses and loss_text(summary.losses[-1], unigram_loss)),
         ("state", summary.state_sha256 and f"sha256 {summary.state_sha256}"),
@@ -267,7 +268,7 @@ def summary_block(summary: Summary, info: RunInfo, unigram_loss: float | None = 
     )
     steps = f"{summary.steps} of {info.recipe.num_steps} steps"
     return Block(
-        f"{summary.outcome}: {steps} in {_duration(summary.seconds)}",
+        f"{summary.outcome}: {steps} in {duration(summary.seconds)}",
         tuple((name, text) for name, text in optional if text),
     )
 
@@ -287,39 +288,4 @@ def _recoveries_text(recoveries: Sequence[dict]) -> str:
     kinds = [r["kind"] for r in recoveries]
     counts = ", ".join(f"{kinds.count(kind)} {kind}" for kind in dict.fromkeys(kinds))
     redone = sum(r["steps_lost"] for r in recoveries)
-    return f"{len(recoveries)} ({counts}); {_plural(redone, 'step')} redone in all"
-
-
-# --- words --------------------------------------------------------------------------------------
-
-
-def _names(slices: Iterable[int]) -> str:
-    return ", ".join(map(str, sorted(slices)))
-
-
-def _plural(count: int, noun: str) -> str:
-    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
-
-
-def _count(value: float) -> str:
-    for size, unit in ((1e9, "B"), (1e6, "M"), (1e3, "k")):
-        if value >= size:
-            return f"{value / size:.3g} {unit}"
-    return f"{value:.0f}"
-
-
-def _bytes(value: int) -> str:
-    for size, unit in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
-        if value >= size:
-            return f"{value / size:.3g} {unit}"
-    return f"{value} bytes"
-
-
-def _duration(seconds: float) -> str:
-    if math.isnan(seconds):
-        return "?"
-    if seconds < 60:
-        return f"{seconds:.1f} s"
-    whole = round(seconds)
-    hours, minutes = divmod(whole // 60, 60)
-    return f"{hours}:{minutes:02}:{whole % 60:02}" if hours else f"{minutes}:{whole % 60:02} min"
+    return f"{len(recoveries)} ({counts}); {plural(redone, 'step')} redone in all"

@@ -8,16 +8,18 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
+from elastix.arrays import Arrays
 from elastix.backends import Backend, Health, slices_of
 from elastix.checkpoints import CheckpointStore
 from elastix.compile_cache import count_compiles
 from elastix.driver import Driver
 from elastix.event_log import EventLog
+from elastix.faults import Fault
 from elastix.machine import (
     Done,
     Effect,
@@ -34,88 +36,20 @@ from elastix.machine import (
 from elastix.metrics import MetricsLog, Row
 from elastix.program import Program
 from elastix.recipe import Recipe
-from elastix.recoveries import Recoveries, Recovery
+from elastix.recoveries import Recoveries
 from elastix.run_directory import RunDirectory
 from elastix.saver import Saver
+from elastix.summary import Display, NoDisplay, RunInfo, Summary
 from elastix.train_state import all_finite
 
 VERSIONED = ("elastix-jax", "jax", "jaxlib", "equinox", "optax", "orbax-checkpoint", "grain")
-
-
-class Display(Protocol):
-    """What shows a run to a person while it goes on."""
-
-    def started(self, run: RunInfo) -> None: ...
-
-    def step(self, row: Row) -> None: ...
-
-    def event(self, before: State, event: Event, after: State) -> None: ...
-
-    def recovered(self, recovery: Recovery) -> None: ...
-
-    def finished(self, summary: Summary) -> None: ...
-
-
-@dataclass(frozen=True)
-class RunInfo:
-    """What is known when training begins."""
-
-    recipe: Recipe
-    run_dir: Path | None
-    num_slices: int
-    devices_per_slice: int
-    num_params: int
-    state_bytes: int
-    checkpoints: tuple[int, ...]
-    """Steps found on disk; the run resumes from the newest good one."""
-
-
-@dataclass(frozen=True)
-class Summary:
-    """How a run ended, as in `summary.json`."""
-
-    outcome: str
-    reason: str | None
-    steps: int
-    state_sha256: str | None
-    finite: bool | None
-    consumed: dict[str, Any]
-    losses: list[float]
-    recoveries: list[dict[str, Any]]
-    compiles: int
-    compile_cache_hits: int
-    unfired_faults: list[str]
-    seconds: float
-    resumed_at: int
-    pid: int
-    versions: dict[str, str]
-    trace: str = field(default="", repr=False)
-
-    @property
-    def exit_status(self) -> int:
-        """0 done, 75 preempted, 1 failed."""
-        return {"done": 0, "preempted": 75}.get(self.outcome, 1)
-
-
-class NoDisplay:
-    """Shows nothing."""
-
-    def started(self, run: RunInfo) -> None: ...
-
-    def step(self, row: Row) -> None: ...
-
-    def event(self, before: State, event: Event, after: State) -> None: ...
-
-    def recovered(self, recovery: Recovery) -> None: ...
-
-    def finished(self, summary: Summary) -> None: ...
 
 
 def train(
     recipe: Recipe,
     *,
     backend: Backend | None = None,
-    faults: Sequence[Any] = (),
+    faults: Sequence[Fault] = (),
     run_dir: str | Path | None = None,
     display: Display | None = None,
 ) -> Summary:
@@ -123,7 +57,8 @@ def train(
 
     Args:
         backend: where to run; by default four simulated slices of two CPU devices.
-        faults: for the default backend: what is lost and returned, and when.
+        faults: for simulated slices: what is lost and returned, and when, besides what the
+            backend was made with.
         run_dir: where checkpoints, logs and the summary go; a run that is there already is
             resumed. None keeps nothing on disk.
 
@@ -134,12 +69,9 @@ def train(
         ValueError: bad input, with the value and the remedy, before anything is changed.
     """
     count_compiles()
-    backend = backend or default_backend(faults)
-    if faults and not hasattr(backend, "validate"):
-        raise ValueError("faults can be scripted on the simulated backend only")
+    backend = backend or default_backend()
     recipe.check_slices(len(backend.devices))
-    if hasattr(backend, "validate"):
-        backend.validate(recipe.num_steps)
+    backend.script_faults(faults, recipe.num_steps)
     stream = recipe.data.build(recipe.global_batch, recipe.seed)
     sample = next(stream.batches(0))
     program = Program(recipe, sample, backend.devices)
@@ -153,12 +85,12 @@ def train(
         return run.execute()
 
 
-def default_backend(faults: Sequence[Any]) -> Backend:
+def default_backend() -> Backend:
     """Four simulated slices of two CPU devices."""
     from elastix.backends.simulated import SimulatedBackend, simulate_devices
 
     simulate_devices(8)
-    return SimulatedBackend(4, 2, faults)
+    return SimulatedBackend(4, 2)
 
 
 def versions() -> dict[str, str]:
@@ -198,12 +130,9 @@ class _Run:
         metrics = MetricsLog(path, exact_from, listeners)
         log_path = self._directory.events if self._directory else None
         log = EventLog(log_path, recipe.policy, os.getpid())
-        saver = None
-        if self._store:
-            shapes, metadata = self._program.shapes, self._checkpoint_metadata()
-            saver = Saver(self._store, backend, shapes, metadata)
+        saver = self._saver()
         driver = Driver(
-            self._program,
+            Arrays(self._program, backend, saver),
             self._stream,
             backend,
             recipe.policy,
@@ -212,15 +141,23 @@ class _Run:
             (lambda before, event, after, effects: log.append(event, after, effects), self._watch),
         )
         self._display.started(self._info())
-        with _draining(driver), contextlib.closing(metrics), contextlib.closing(log):
+        with contextlib.ExitStack() as stack:
+            for closed in (metrics, log, saver):
+                if closed:
+                    stack.callback(closed.close)
+            stack.enter_context(_draining(driver))
             end = driver.run(Starting(), self._started())
-            if saver:
-                saver.close()
             summary = self._summarise(end, driver, metrics)
         if self._directory:
             self._directory.write_summary(asdict(summary))
         self._display.finished(summary)
         return summary
+
+    def _saver(self) -> Saver | None:
+        if self._store is None:
+            return None
+        metadata = self._checkpoint_metadata()
+        return Saver(self._store, self._backend, self._program.shapes, metadata)
 
     def _started(self) -> Started:
         health = self._backend.probe(self._backend.devices)
@@ -267,7 +204,6 @@ class _Run:
     def _summarise(self, end: Done | Failed, driver: Driver, metrics: MetricsLog) -> Summary:
         final = driver.final_state() if isinstance(end, Done) else None
         compiles, hits = count_compiles()
-        script = getattr(self._backend, "script", None)
         return Summary(
             outcome=end.outcome if isinstance(end, Done) else "failed",
             reason=end.reason if isinstance(end, Failed) else None,
@@ -279,7 +215,7 @@ class _Run:
             recoveries=[asdict(r) for r in self._recoveries.done],
             compiles=compiles,
             compile_cache_hits=hits,
-            unfired_faults=[str(f) for f in script.pending] if script else [],
+            unfired_faults=[str(f) for f in self._backend.unfired_faults()],
             seconds=self._backend.now(),
             resumed_at=self._resumed_at,
             pid=os.getpid(),

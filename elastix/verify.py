@@ -58,7 +58,12 @@ class Child:
 
     def when_ended(self, tell: Callable[[Child], None]) -> None:
         """Call `tell` with this child, from another thread, when it has ended."""
-        threading.Thread(target=lambda: (self.wait(), tell(self)), daemon=True).start()
+
+        def follow() -> None:
+            self.wait()
+            tell(self)
+
+        threading.Thread(target=follow, daemon=True).start()
 
     def kill(self) -> None:
         """End it, if it has not ended."""

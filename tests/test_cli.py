@@ -281,6 +281,21 @@ def test_a_program_error_ends_with_its_traceback_and_one_line(elastix):
     assert "failed: 0 of 40 steps" in out
 
 
+def test_an_error_before_training_ends_with_its_traceback_too(elastix, tmp_path):
+    text = (
+        "from dataclasses import dataclass, replace\nfrom tests.recipes import tiny\n"
+        "@dataclass(frozen=True)\nclass Broken:\n"
+        "    def build(self, key):\n        raise TypeError('no such layer')\n"
+        "def recipe():\n    return replace(tiny.recipe(), model=Broken())\n"
+    )
+    (tmp_path / "broken_model.py").write_text(text)
+    status, out, err = elastix("run", "broken_model.py", "--compile-cache", "off")
+    assert (status, out) == (1, "")
+    assert err.splitlines()[-1] == "elastix: failed: TypeError: no such layer"
+    assert "broken_model.py" in err and "line 6, in build" in err
+    assert not (tmp_path / "runs").exists()
+
+
 def test_a_complete_run_is_not_trained_again(elastix, undisturbed, tmp_path):
     status, out, _ = elastix(*quiet_run())
     assert status == 0

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from enum import StrEnum
 from typing import Any, Protocol
 
+from elastix.faults import Fault
 from elastix.snapshots import HostCopy
 
 
@@ -60,6 +61,18 @@ class Backend(Protocol):
 
     def read(self, results: Any, slices: Iterable[int]) -> Any:
         """Wait for results and bring them to the host, as values that share no device memory."""
+        ...
+
+    def script_faults(self, faults: Sequence[Fault], num_steps: int) -> None:
+        """Add faults to what will happen in a run of so many steps.
+
+        Raises:
+            ValueError: a fault that cannot happen, or a backend whose slices die by themselves.
+        """
+        ...
+
+    def unfired_faults(self) -> Sequence[Fault]:
+        """Scripted faults that did not strike."""
         ...
 
     def host_memory(self, slice_id: int) -> dict[int, HostCopy]:

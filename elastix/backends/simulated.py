@@ -87,7 +87,6 @@ class SimulatedBackend:
         }
         self._clock = clock or RealClock()
         self.script = Script(faults)
-        self._faults = tuple(faults)
         self._dead: dict[int, str] = {}
         """Lost slices, and where the loss surfaces: at the next `dispatch`, or at a `read`."""
         self._emptied: set[int] = set()
@@ -96,9 +95,13 @@ class SimulatedBackend:
         self._canaries: dict[int, list[jax.Array]] = {}
         self.admit(self.devices)
 
-    def validate(self, num_steps: int) -> None:
-        """Refuse a fault script that cannot happen in a run of so many steps."""
-        validate(self._faults, self.devices, num_steps)
+    def script_faults(self, faults: Sequence[Fault], num_steps: int) -> None:
+        pending = [*self.script.pending, *faults]
+        validate(pending, self.devices, num_steps)
+        self.script = Script(pending)
+
+    def unfired_faults(self) -> list[Fault]:
+        return self.script.pending
 
     # --- time -------------------------------------------------------------------------------
 

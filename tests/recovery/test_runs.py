@@ -19,7 +19,7 @@ NET = recipe()
 
 def run(recipe=NET, *faults, **options):
     slices = options.pop("slices", 4)
-    return train(recipe, backend=SimulatedBackend(slices, 2, faults), **options)
+    return train(recipe, backend=SimulatedBackend(slices, 2), faults=faults, **options)
 
 
 @pytest.fixture(scope="module")

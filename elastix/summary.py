@@ -1,0 +1,81 @@
+"""What a run tells: at its start, while it goes on, and how it ended."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+from elastix.machine import Event, State
+from elastix.metrics import Row
+from elastix.recipe import Recipe
+from elastix.recoveries import Recovery
+
+
+class Display(Protocol):
+    """What shows a run to a person while it goes on."""
+
+    def started(self, run: RunInfo) -> None: ...
+
+    def step(self, row: Row) -> None: ...
+
+    def event(self, before: State, event: Event, after: State) -> None: ...
+
+    def recovered(self, recovery: Recovery) -> None: ...
+
+    def finished(self, summary: Summary) -> None: ...
+
+
+@dataclass(frozen=True)
+class RunInfo:
+    """What is known when training begins."""
+
+    recipe: Recipe
+    run_dir: Path | None
+    num_slices: int
+    devices_per_slice: int
+    num_params: int
+    state_bytes: int
+    checkpoints: tuple[int, ...]
+    """Steps found on disk; the run resumes from the newest good one."""
+
+
+@dataclass(frozen=True)
+class Summary:
+    """How a run ended, as in `summary.json`."""
+
+    outcome: str
+    reason: str | None
+    steps: int
+    state_sha256: str | None
+    finite: bool | None
+    consumed: dict[str, Any]
+    losses: list[float]
+    recoveries: list[dict[str, Any]]
+    compiles: int
+    compile_cache_hits: int
+    unfired_faults: list[str]
+    seconds: float
+    resumed_at: int
+    pid: int
+    versions: dict[str, str]
+    trace: str = field(default="", repr=False)
+
+    @property
+    def exit_status(self) -> int:
+        """0 done, 75 preempted, 1 failed."""
+        return {"done": 0, "preempted": 75}.get(self.outcome, 1)
+
+
+class NoDisplay:
+    """Shows nothing."""
+
+    def started(self, run: RunInfo) -> None: ...
+
+    def step(self, row: Row) -> None: ...
+
+    def event(self, before: State, event: Event, after: State) -> None: ...
+
+    def recovered(self, recovery: Recovery) -> None: ...
+
+    def finished(self, summary: Summary) -> None: ...
