@@ -30,7 +30,9 @@ class UnreadableHereError(CheckpointError):
     """The checkpoint may be good, but not for this process: newer format, no memory, no access."""
 
 
-def pack(step: int, leaves: Mapping[str, np.ndarray], metadata: Mapping[str, object]):
+def pack(
+    step: int, leaves: Mapping[str, np.ndarray], metadata: Mapping[str, object]
+) -> tuple[dict[str, object], np.ndarray]:
     """The sealed document and the one flat array: all leaves, sorted by path, each aligned."""
     if step < 0 or "checkpoint" in metadata:
         raise CheckpointError(f'step {step}: is negative, or has the reserved key "checkpoint"')
