@@ -1,8 +1,9 @@
-"""Files of one JSON row a line, written by one process after another."""
+"""PURE: files of one JSON row a line, written by one process after another."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -23,14 +24,38 @@ def read_rows(path: Path) -> list[Any]:
     return [_row(path, n, line) for n, line in enumerate(whole.splitlines(), 1)]
 
 
+class RowReader:
+    """Iterates over the rows of a file that another process may be writing, one at a time, and
+    never changes it.
+
+    A last line without its end is not a row; `torn` says that there was one.
+
+    Raises:
+        ValueError: while iterating, a line that has its end is not JSON.
+        OSError: while iterating, the file cannot be read.
+    """
+
+    def __init__(self, path: Path):
+        self._path = path
+        self.torn = False
+
+    def __iter__(self) -> Iterator[Any]:
+        with self._path.open("rb") as file:
+            for number, line in enumerate(file, 1):
+                if not line.endswith(b"\n"):
+                    self.torn = True
+                    return
+                yield _row(self._path, number, line, "only the lines before it can be read")
+
+
 def append(file: TextIO, row: Any) -> None:
     """Write one row, and hand it to the operating system before going on."""
     file.write(json.dumps(row) + "\n")
     file.flush()
 
 
-def _row(path: Path, number: int, line: bytes) -> Any:
+def _row(path: Path, number: int, line: bytes, remedy: str = "move the file away") -> Any:
     try:
         return json.loads(line)
-    except ValueError as error:
-        raise ValueError(f"{path}, line {number} is damaged: move the file away") from error
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path}, line {number} is damaged: {remedy}") from error

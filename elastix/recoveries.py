@@ -20,6 +20,9 @@ from elastix.machine import (
     Waiting,
 )
 
+PHASES = ("detect", "wait", "restore", "compile", "first_step")
+"""Where the seconds of a recovery go, in their order."""
+
 
 @dataclass
 class Recovery:
@@ -41,7 +44,7 @@ class Recovery:
     source: str | None = None
     slices: list[int] = field(default_factory=list)
     compiles: int = 0
-    seconds: dict[str, float] = field(default_factory=dict)
+    seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
 
     @property
     def total_seconds(self) -> float:
@@ -127,7 +130,7 @@ class Recoveries:
 
     def _add(self, phase: str, seconds: float) -> None:
         assert self.open
-        self.open.seconds[phase] = self.open.seconds.get(phase, 0.0) + max(0.0, seconds)
+        self.open.seconds[phase] += max(0.0, seconds)
 
 
 def _cause(event: Event) -> str:

@@ -25,14 +25,11 @@ from elastix.machine import (
     Waiting,
 )
 from elastix.metrics import Row
-from elastix.recoveries import Recovery
+from elastix.recoveries import PHASES, Recovery
 from elastix.wording import count, duration, names, plural, size
 
 if TYPE_CHECKING:
     from elastix.run import RunInfo, Summary
-
-PHASES = ("detect", "wait", "restore", "compile", "first_step")
-"""The phases of a recovery, in the order in which they pass."""
 
 _RECENT = 20
 _SOURCES = {
@@ -211,10 +208,15 @@ def progress_note(event: Event) -> str | None:
 def recovery_title(recovery: Recovery) -> str:
     """One line: what happened."""
     if recovery.kind == "loss":
-        return f"slice {names(recovery.lost)} lost after step {recovery.step}"
+        return f"{slices_text(recovery.lost)} lost after step {recovery.step}"
     if recovery.found:
-        return f"slice {names(recovery.found)} came back after step {recovery.step}"
+        return f"{slices_text(recovery.found)} came back after step {recovery.step}"
     return f"{recovery.kind} after step {recovery.step}"
+
+
+def slices_text(ids: Sequence[int]) -> str:
+    """`slice 1`, or `slices 0, 1`."""
+    return f"{'slice' if len(ids) == 1 else 'slices'} {names(ids)}"
 
 
 def recovery_block(recovery: Recovery, num_slices: int) -> Block:
@@ -231,7 +233,7 @@ def recovery_block(recovery: Recovery, num_slices: int) -> Block:
         f"recovery: {recovery_title(recovery)}",
         (
             ("noticed", " ".join(recovery.cause.split())),
-            *((name, f"slice {names(ids)}") for name, ids in came_with + went_with if ids),
+            *((name, slices_text(ids)) for name, ids in came_with + went_with if ids),
             ("state from", _source(recovery.source or "", recovery.resumed_at)),
             ("cost", cost),
             (
@@ -245,7 +247,7 @@ def recovery_block(recovery: Recovery, num_slices: int) -> Block:
 
 def seconds_text(recovery: Recovery) -> str:
     """Seconds by phase and their sum."""
-    phases = [f"{name} {recovery.seconds.get(name, 0.0):.3f}" for name in PHASES]
+    phases = [f"{name} {recovery.seconds[name]:.3f}" for name in PHASES]
     return ", ".join([*phases, f"total {recovery.total_seconds:.3f}"])
 
 

@@ -15,7 +15,6 @@ from typing import Any
 
 from elastix.arrays import Arrays
 from elastix.backends import Backend, Health, slices_of
-from elastix.checkpoints import CheckpointStore
 from elastix.compile_cache import count_compiles
 from elastix.driver import Driver
 from elastix.event_log import EventLog
@@ -35,11 +34,11 @@ from elastix.machine import (
 )
 from elastix.metrics import MetricsLog, Row
 from elastix.program import Program
-from elastix.recipe import Recipe
+from elastix.recipe import Hook, Recipe
 from elastix.recoveries import Recoveries
 from elastix.run_directory import RunDirectory
 from elastix.saver import Saver
-from elastix.summary import Display, NoDisplay, RunInfo, Summary
+from elastix.summary import Display, NoDisplay, QuietDisplay, RunInfo, Summary, quiet
 from elastix.train_state import all_finite
 
 VERSIONED = ("elastix-jax", "jax", "jaxlib", "equinox", "optax", "orbax-checkpoint", "grain")
@@ -81,7 +80,14 @@ def train(
             numerics = {"versions": versions(), "layout": program.layout}
             directory = RunDirectory.open(run_dir, recipe, stream.fingerprint, numerics)
             stack.callback(directory.close)
-        run = _Run(recipe, program, stream, backend, directory, display or NoDisplay())
+        run = _Run(
+            recipe,
+            program,
+            stream,
+            backend,
+            directory,
+            QuietDisplay(display) if display else NoDisplay(),
+        )
         return run.execute()
 
 
@@ -105,17 +111,8 @@ class _Run:
         self._recipe, self._program, self._stream = recipe, program, stream
         self._backend, self._directory, self._display = backend, directory, display
         self._recoveries = Recoveries()
-        self._store = None
-        if directory:
-            self._store = CheckpointStore(
-                directory.checkpoints, keep=recipe.policy.keep_checkpoints
-            )
+        self._store = directory.store if directory else None
         steps = self._store.steps() if self._store else ()
-        if steps and steps[-1] > recipe.num_steps:
-            raise ValueError(
-                f"num_steps={recipe.num_steps} is less than what is done: {directory.path} has a "
-                f"checkpoint of step {steps[-1]}; ask for more steps or choose another --run-dir"
-            )
         self._sources = (Source(Tier.SEED, 0), *(Source(Tier.DISK, s) for s in steps))
         self._resumed_at = 0
         self._trace = ""
@@ -126,7 +123,7 @@ class _Run:
         exact_from = self._directory.exact_from if self._directory else 1
         if recipe.reduction == "fast":
             exact_from = recipe.num_steps + 1
-        listeners = (self._display.step, *map(_quiet, recipe.hooks))
+        listeners = (self._display.step, *map(_row_hook, recipe.hooks))
         metrics = MetricsLog(path, exact_from, listeners)
         log_path = self._directory.events if self._directory else None
         log = EventLog(log_path, recipe.policy, os.getpid())
@@ -224,20 +221,10 @@ class _Run:
         )
 
 
-def _quiet(hook: Callable[[dict[str, Any]], None]) -> Callable[[Row], None]:
-    """A hook that fails is reported once and never stops training."""
-    failed = False
-
-    def call(row: Row) -> None:
-        nonlocal failed
-        try:
-            if not failed:
-                hook(asdict(row))
-        except Exception as error:
-            failed = True
-            print(f"elastix: hook {hook!r} failed and is off from now on: {error}", file=sys.stderr)
-
-    return call
+def _row_hook(hook: Hook) -> Callable[[Row], None]:
+    """A user's hook as a listener, which never stops training."""
+    call = quiet(hook)
+    return lambda row: call(asdict(row))
 
 
 @contextlib.contextmanager

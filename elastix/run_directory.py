@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import json
 import os
 from pathlib import Path
 from typing import Any, TextIO
 
+from elastix.checkpoints import CheckpointStore
 from elastix.jsonl import read_rows
 from elastix.recipe import Recipe, describe
 
@@ -17,12 +19,11 @@ FORMAT_VERSION = 1
 class RunDirectory:
     """The files of one run. `open` makes it, or takes it up if it belongs to the same recipe."""
 
-    def __init__(self, path: Path, lock: TextIO, exact_from: int):
-        self.path, self._lock = path, lock
+    def __init__(self, path: Path, lock: TextIO, store: CheckpointStore, exact_from: int):
+        self.path, self._lock, self.store = path, lock, store
         self.exact_from = exact_from
         """The first step that was done with the versions and the layout of this process: a step
         done again is only held to its first loss, bit for bit, from there on."""
-        self.checkpoints = path / "checkpoints"
         self.events = path / "events.jsonl"
         self.metrics = path / "metrics.jsonl"
         self.summary = path / "summary.json"
@@ -42,17 +43,21 @@ class RunDirectory:
                 is in use by another process.
         """
         path = Path(path)
-        try:
-            stored = _read_recipe(path)
-            _refuse(path, stored, recipe, data)
-            path.mkdir(parents=True, exist_ok=True)
-            lock = (path / "lock").open("a+")
-            _take(lock, path)
-            exact_from = _exact_from(path, stored, numerics)
-            write_json(path / "recipe.json", _recipe_file(recipe, data, numerics, exact_from))
-        except OSError as error:
-            raise ValueError(f"run directory {path} cannot be written: {error}") from error
-        return RunDirectory(path, lock, exact_from)
+        with contextlib.ExitStack() as undo:
+            try:
+                stored = _read_recipe(path)
+                _refuse(path, stored, recipe, data)
+                path.mkdir(parents=True, exist_ok=True)
+                lock = undo.enter_context((path / "lock").open("a+"))
+                _take(lock, path)
+                store = CheckpointStore(path / "checkpoints", keep=recipe.policy.keep_checkpoints)
+                _refuse_fewer_steps(path, store, recipe)
+                exact_from = _exact_from(path, stored, numerics)
+                write_json(path / "recipe.json", _recipe_file(recipe, data, numerics, exact_from))
+            except OSError as error:
+                raise ValueError(f"run directory {path} cannot be written: {error}") from error
+            undo.pop_all()
+        return RunDirectory(path, lock, store, exact_from)
 
     def write_summary(self, summary: dict[str, Any]) -> None:
         write_json(self.summary, summary)
@@ -109,7 +114,6 @@ def _take(lock: TextIO, path: Path) -> None:
     except OSError as error:
         lock.seek(0)
         pid = lock.read().strip() or "unknown"
-        lock.close()
         raise ValueError(
             f"run directory {path} is in use by process {pid}: wait for it or choose another"
         ) from error
@@ -134,6 +138,15 @@ def _refuse(
         return
     _refuse_change(path, "recipe", stored["identity"], recipe.identity())
     _refuse_change(path, "data", stored["data"], json.loads(json.dumps(data)))
+
+
+def _refuse_fewer_steps(path: Path, store: CheckpointStore, recipe: Recipe) -> None:
+    steps = store.steps()
+    if steps and steps[-1] > recipe.num_steps:
+        raise ValueError(
+            f"num_steps={recipe.num_steps} is less than what is done: {path} has a checkpoint of "
+            f"step {steps[-1]}; ask for more steps or choose another --run-dir"
+        )
 
 
 def _refuse_change(path: Path, what: str, old: dict[str, Any], new: dict[str, Any]) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import sys
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -79,3 +82,33 @@ class NoDisplay:
     def recovered(self, recovery: Recovery) -> None: ...
 
     def finished(self, summary: Summary) -> None: ...
+
+
+def quiet(call: Callable[..., None]) -> Callable[..., None]:
+    """What shows or records a run never stops it: at its first failure it is reported, and off."""
+    off = False
+
+    def guarded(*args: Any) -> None:
+        nonlocal off
+        if off:
+            return
+        try:
+            call(*args)
+        except Exception as error:
+            off = True
+            with contextlib.suppress(OSError):
+                name = getattr(call, "__qualname__", repr(call))
+                print(f"elastix: {name} failed and is off from now on: {error}", file=sys.stderr)
+
+    return guarded
+
+
+class QuietDisplay:
+    """A display whose failures, such as a closed terminal, do not reach the run."""
+
+    def __init__(self, display: Display):
+        self.started = quiet(display.started)
+        self.step = quiet(display.step)
+        self.event = quiet(display.event)
+        self.recovered = quiet(display.recovered)
+        self.finished = quiet(display.finished)
