@@ -12,18 +12,26 @@ from elastix.machine import (
     Effect,
     Event,
     Ledger,
+    Live,
     Policy,
     Saving,
     Slices,
     Source,
     Stable,
-    State,
+    Starting,
     TrainStateName,
 )
 from elastix.replay import Decision
 
-ABSENT = "-"
-"""Stands for a field that a type of state does not have."""
+
+class _Absent:
+    """Stands for a field that a type of state does not have."""
+
+    def __str__(self) -> str:
+        return "-"
+
+
+ABSENT = _Absent()
 _MOST = 240
 """Characters of an event's own text that are shown: a trace is long."""
 
@@ -43,6 +51,11 @@ class Change:
             return f"{self.path}: {'; '.join(gone + new) or 'in another order'}"
         return f"{self.path}: {words(self.before)} -> {words(self.after)}"
 
+    def to_json(self) -> dict[str, Any]:
+        """`from` and `to`, one of which is left out where there is no such field."""
+        both = {"from": self.before, "to": self.after}
+        return {name: encode(value) for name, value in both.items() if value is not ABSENT}
+
 
 # --- one decision ---------------------------------------------------------------------------------
 
@@ -52,8 +65,8 @@ def explain(decision: Decision) -> str:
     event = decision.event
     before, after = type(decision.before).__name__, type(decision.after).__name__
     parts = [
-        ("event", [f"{_said(event)}: {sentence(event)}", *_details(event)]),
-        ("rule", [rule_line(decision)]),
+        ("event", [_said(event), sentence(event)]),
+        ("rule", rule_lines(decision)),
         ("changed", [str(c) for c in changes(decision.before, decision.after)] or ["nothing"]),
         ("effects", [words(effect) for effect in decision.effects] or ["none"]),
     ]
@@ -72,20 +85,21 @@ def explanation(decision: Decision) -> dict[str, Any]:
         "state": type(decision.before).__name__,
         "event": type(decision.event).__name__,
         "rule": decision.rule.__name__ if decision.rule else None,
-        "why": sentence(decision.rule) if decision.rule else rule_line(decision),
+        "why": rule_lines(decision)[-1],
         "next_state": type(decision.after).__name__,
-        "changed": {c.path: {"from": encode(c.before), "to": encode(c.after)} for c in found},
+        "changed": {change.path: change.to_json() for change in found},
         "effects": encode(decision.effects),
     }
 
 
-def rule_line(decision: Decision) -> str:
-    """The rule that fired and what it is for, or why none did."""
+def rule_lines(decision: Decision) -> list[str]:
+    """The name of the rule that fired and what it is for, or why none did."""
     rule = decision.rule
     if rule is None:
-        epoch = getattr(decision.before, "ledger").epoch
-        return f"none: it answers epoch {decision.event.epoch}, it is epoch {epoch}: dropped"
-    return f"{rule.__name__}: {sentence(rule)}".removesuffix(": ")
+        assert isinstance(decision.before, Live), "nothing is stale before and after a run"
+        now = decision.before.ledger.epoch
+        return [f"none: a stale answer, of epoch {decision.event.epoch} in epoch {now}, is dropped"]
+    return [rule.__name__, *filter(None, [sentence(rule)])]
 
 
 def changes(before: Any, after: Any, path: str = "") -> list[Change]:
@@ -97,15 +111,10 @@ def changes(before: Any, after: Any, path: str = "") -> list[Change]:
         if isinstance(one, Ledger) and isinstance(other, Ledger):
             found += changes(one, other, join(path, name))
         elif isinstance(other, Ledger):
-            found += changes(Nothing(), other, join(path, name))
+            found += changes(Starting(), other, join(path, name))  # which knows nothing
         elif one != other and not isinstance(one, Ledger):
             found.append(Change(join(path, name), one, other))
     return found
-
-
-@dataclasses.dataclass(frozen=True)
-class Nothing:
-    """Has no field: what there was of a ledger before there was one."""
 
 
 # --- one state ------------------------------------------------------------------------------------
@@ -116,7 +125,10 @@ def describe(decision: Decision) -> str:
     state, policy = decision.after, decision.policy
     event = f"{type(decision.event).__name__} in {type(decision.before).__name__}"
     at = f"{_seconds(decision.event.at)}, process {decision.process} (pid {decision.pid})"
-    lines = [f"after row {decision.seq} at {at}: {event}", f"{type(state).__name__}: {_about(state)}"]
+    lines = [
+        f"after row {decision.seq} at {at}: {event}",
+        f"{type(state).__name__}: {sentence(state)}",
+    ]
     changed = {
         f.name: getattr(policy, f.name)
         for f in dataclasses.fields(Policy)
@@ -184,7 +196,9 @@ def words(value: Any) -> str:
         case Saving():
             return f"step {value.step} from slice {value.holder} (epoch {value.epoch})"
         case Stable():
-            return f"slice {value.slice_id}: up in {value.probes} probes since {_seconds(value.since)}"
+            return (
+                f"slice {value.slice_id}: up in {value.probes} probes since {_seconds(value.since)}"
+            )
         case Effect():
             return _said(value)
         case str():
@@ -198,10 +212,6 @@ def sentence(thing: Any) -> str:
     return re.split(r"(?<=\.) ", text)[0]
 
 
-def _about(state: State) -> str:
-    return sentence(state)
-
-
 def _said(value: Any) -> str:
     """A type and its fields; when and in which epoch is told elsewhere for an event."""
     told = ("at", "epoch") if isinstance(value, Event) else ()
@@ -210,7 +220,7 @@ def _said(value: Any) -> str:
 
 
 def _fields(given: dict[str, Any]) -> str:
-    return ", ".join(f"{name.replace('_', ' ')} {words(value)}" for name, value in given.items())
+    return ", ".join(f"{name} {words(value)}" for name, value in given.items())
 
 
 def _on(holders: Slices) -> str:
@@ -218,7 +228,8 @@ def _on(holders: Slices) -> str:
 
 
 def _seconds(value: float) -> str:
-    return f"{value:.3f} s"
+    whole, _, rest = f"{value:.3f}".partition(".")
+    return f"{whole}.{rest}".rstrip("0").rstrip(".") + " s" if rest else f"{whole} s"
 
 
 def _one_line(text: str) -> str:
@@ -226,11 +237,7 @@ def _one_line(text: str) -> str:
     return f'"{line}"' if len(line) <= _MOST else f'"{line[:_MOST]}..."'
 
 
-def _details(event: Event) -> list[str]:
-    return []
-
-
 def _labelled(label: str, texts: list[str]) -> Iterator[str]:
     """The label stands before the first line alone."""
-    labels = [label.replace("_", " "), *[""] * len(texts)]
+    labels = [label, *[""] * len(texts)]
     return (f"  {name:<15} {text}" for name, text in zip(labels, texts, strict=False))

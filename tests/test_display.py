@@ -49,7 +49,7 @@ RECOVERY = Recovery(
     source="host",
     slices=[0, 2, 3],
     compiles=1,
-    seconds={"detect": 0.25, "restore": 0.0125, "compile": 1.5, "first_step": 0.125},
+    seconds={"detect": 0.25, "wait": 0.0, "restore": 0.0125, "compile": 1.5, "first_step": 0.125},
 )
 LEDGER = Ledger(40, frozenset(range(4)), frozenset({0}), True, (), below_since=10.0)
 
@@ -155,7 +155,7 @@ def test_the_block_of_a_loss():
 def test_the_block_of_a_regrow_tells_what_came_back():
     regrow = replace(RECOVERY, kind="regrow", lost=[], found=[1, 3], source="live", steps_lost=0)
     block = report.recovery_block(regrow, 4)
-    assert block.title == "recovery: slice 1, 3 came back after step 48"
+    assert block.title == "recovery: slices 1, 3 came back after step 48"
     assert dict(block.fields)["state from"] == "the surviving slices' own memory, after step 40"
     both = dict(report.recovery_block(replace(RECOVERY, found=[3]), 4).fields)
     assert both["came back"] == "slice 3"
@@ -241,13 +241,12 @@ def test_the_figures_of_a_block_are_those_of_the_summary(shown):
         total = float(seconds.pop("total"))
         assert total == pytest.approx(sum(recovery["seconds"].values()), abs=1e-3)
         for phase, value in seconds.items():
-            assert float(value) == pytest.approx(recovery["seconds"].get(phase, 0.0), abs=1e-3)
+            assert float(value) == pytest.approx(recovery["seconds"][phase], abs=1e-3)
         assert list(seconds) == ["detect", "wait", "restore", "compile", "first_step"]
         ids = {name: ", ".join(map(str, recovery[name])) for name in ("lost", "found", "slices")}
         happened = "lost" if recovery["lost"] else "came back"
-        assert (
-            f"slice {ids['lost'] or ids['found']} {happened} after step {recovery['step']}" in block
-        )
+        who = report.slices_text(recovery["lost"] or recovery["found"])
+        assert f"{who} {happened} after step {recovery['step']}" in block
         assert re.search(rf"\b{recovery['steps_lost']} steps? lost, ", block)
         assert f" {recovery['steps_abandoned']} in flight abandoned" in block
         assert re.search(rf"\b{recovery['compiles']} programs? compiled", block)

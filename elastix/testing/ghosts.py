@@ -1,0 +1,307 @@
+"""Ghosts in place of devices, arrays and data: the driver runs on them as on the real ones.
+
+A train state is the tuple of batches it consumed, held once for each slice. What a dead slice
+held is overwritten with poison, so that code which reads it is found out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from functools import lru_cache
+from typing import Any
+
+import jax
+import numpy as np
+
+from elastix.arrays import Arrays
+from elastix.backends import Health
+from elastix.machine import Slices, Source, Tier
+from elastix.progress import Progress
+from elastix.saver import Saver
+from elastix.testing.schedules import ERRORS, Kind, Phase
+from elastix.testing.world import POISON, Ghost, Violation, World
+
+STEP_SECONDS = 1.0
+COMPILE_SECONDS = 2.0
+RESTORE_SECONDS = 0.8
+SNAPSHOT_SECONDS = 0.2
+PROBE_SECONDS = 0.05
+
+Held = dict[int, Ghost]
+"""What each slice holds of one train state."""
+
+Donor = Callable[[int], Ghost]
+"""What a slice is given in a restore."""
+
+
+class GhostCopy:
+    """A host copy of a train state in the host memory of one slice."""
+
+    def __init__(self, step: int, ghost: Ghost):
+        self.step, self.ghost = step, ghost
+
+    def whole(self, shapes: Any = None) -> dict[str, np.ndarray]:
+        return to_leaves(self.ghost)
+
+
+def to_leaves(ghost: Ghost) -> dict[str, np.ndarray]:
+    """A ghost as what is written to disk. Integers: no check for NaN tells poison from a state."""
+    return {"ghost": np.array(ghost, np.int64)}
+
+
+def from_leaves(leaves: dict[str, np.ndarray]) -> Ghost:
+    return tuple(leaves["ghost"].tolist())
+
+
+class GhostBackend:
+    """Slices without devices. Losses surface as on the simulated backend."""
+
+    name = "ghost"
+
+    def __init__(self, world: World):
+        self._world = world
+        self.devices = {s: (s,) for s in range(world.schedule.num_slices)}
+        self._memory: dict[int, dict[int, Any]] = {s: {} for s in self.devices}
+        world.on_loss.append(self._wipe)
+        world.on_return.append(lambda slice_id: self._memory[slice_id].clear())
+
+    def now(self) -> float:
+        return self._world.clock.now()
+
+    def idle(self, seconds: float) -> None:
+        due = self._world.next_due()
+        self._world.pass_time(seconds if due is None else min(seconds, due))
+
+    def probe(self, slices: Iterable[int]) -> dict[int, Health]:
+        return {s: self._probe(s) for s in sorted(slices)}
+
+    def _probe(self, slice_id: int) -> Health:
+        self._world.point(Phase.PROBE)
+        if not self._world.saving:
+            self._world.pass_time(PROBE_SECONDS)
+        return self._world.health(slice_id)
+
+    def admit(self, slices: Iterable[int]) -> None:
+        for slice_id in sorted(slices):
+            self._world.point()
+            self._world.emptied.discard(slice_id)
+
+    def check(self, slices: Iterable[int]) -> None:
+        self._world.point(Phase.DISPATCH)
+        dead, emptied = self._world.dead, self._world.emptied
+        noticed = [s for s in sorted(slices) if dead.get(s) == "dispatch" or s in emptied]
+        if noticed:
+            raise data_loss(noticed, "dispatch")
+
+    def dispatched(self, step: int, slices: Iterable[int]) -> None:
+        self._world.point(Phase.DISPATCH)
+
+    def committed(self, step: int) -> None:
+        """Nothing waits for a step here: returns come by the clock."""
+
+    def read(self, results: Any, slices: Iterable[int]) -> Any:
+        ids = sorted(slices)
+        phases = (Phase.SYNC, *results["phases"])
+        self._world.point(*phases, raises=ERRORS)
+        self._raise_if_dead(ids)
+        self._world.pass_time(STEP_SECONDS)
+        self._world.point(*phases, raises=ERRORS)
+        self._raise_if_dead(ids)
+        return dict(results)
+
+    def _raise_if_dead(self, slices: list[int]) -> None:
+        dead = [s for s in slices if not self._world.alive(s)]
+        if dead:
+            raise data_loss(dead, "reading a result")
+
+    def host_memory(self, slice_id: int) -> dict[int, Any]:
+        return self._memory[slice_id]
+
+    def _wipe(self, slice_id: int) -> None:
+        for copy in self._memory[slice_id].values():
+            copy.ghost = POISON
+
+
+def data_loss(slices: list[int], where: str) -> jax.errors.JaxRuntimeError:
+    names = ", ".join(map(str, slices))
+    return jax.errors.JaxRuntimeError(f"DATA_LOSS: slice {names} is gone ({where})")
+
+
+class _NoProgram:
+    """What `Arrays` asks of a program beside what `GhostArrays` does itself."""
+
+    shapes: dict[str, tuple[int, ...]] = {}  # noqa: RUF012
+
+
+class GhostArrays(Arrays):
+    """`Arrays` with ghosts: its own rules of what is restored, required and freed, and points at
+    which a slice can die before, after and in the middle of each operation."""
+
+    _states: dict[tuple[int, int], Any]
+
+    def __init__(self, world: World, backend: GhostBackend, saver: Saver | None):
+        program: Any = _NoProgram()
+        super().__init__(program, backend, saver)
+        self._world = world
+        self._donates = world.schedule.policy.lookback == "host"
+        self._compiled: set[Slices] = set()
+        self._made: Held = {}
+        """What is being restored, slice by slice."""
+        self._first: int | None = None
+        world.on_loss.append(self._wipe)
+
+    # --- what the driver asks for -----------------------------------------------------------
+
+    def compile(self, mesh: Slices) -> None:
+        with self._world.within(self._world.restoring):
+            self._world.point(Phase.COMPILE, raises=ERRORS)
+            if mesh not in self._compiled:
+                self._world.pass_time(COMPILE_SECONDS)
+            self._world.point(Phase.COMPILE, raises=ERRORS)
+        self._compiled.add(mesh)
+
+    def step(self, epoch: int, step: int, mesh: Slices, batch: Any) -> dict[str, Any]:
+        if self._first is None:
+            self._first = step
+        phases = self._world.step_phases(step, step == self._first)
+        self._world.point(Phase.DISPATCH, *phases, raises=ERRORS)
+        before = self._states[epoch, step - 1]
+        after = self._update(before, mesh, int(batch["example_id"][0]) // 2)
+        if self._donates:
+            del self._states[epoch, step - 1]
+        self._states[epoch, step] = {
+            s: after if self._world.alive(s) else POISON for s in sorted(mesh)
+        }
+        self._world.point(Phase.DISPATCH, *phases, raises=ERRORS)
+        return {**_results(after), "example_id": batch["example_id"], "phases": phases}
+
+    def _update(self, before: Held, mesh: Slices, number: int) -> Ghost:
+        """Every slice takes part in a step, so that poison on one of them spoils all."""
+        inputs = {before[s] if self._world.alive(s) else POISON for s in mesh}
+        if len(inputs - {POISON}) > 1:
+            raise Violation("one train state", f"the slices of {sorted(mesh)} hold {inputs}")
+        state = POISON if POISON in inputs else inputs.pop()
+        return (*state, number)
+
+    def consumed_ids(self, ids: np.ndarray) -> np.ndarray:
+        return ids
+
+    def restore(
+        self, source: Source, epoch: int, mesh: Slices, known: dict[int, Progress]
+    ) -> Progress | None:
+        with self._world.within(self._world.restoring):
+            return super().restore(source, epoch, mesh, known)
+
+    def _build(self, source: Source, mesh: Slices, known: dict[int, Progress]) -> Any:
+        self._world.point(raises=ERRORS)
+        donor, progress = self._read(source, known)
+        if donor is None:
+            return None, progress
+        self._made = {}
+        for slice_id in sorted(mesh):
+            self._world.point(raises=ERRORS)
+            self._world.pass_time(RESTORE_SECONDS / len(mesh))
+            self._made[slice_id] = donor(slice_id) if self._world.alive(slice_id) else POISON
+        self._world.point(raises=ERRORS)
+        return self._made, progress
+
+    def _read(self, source: Source, known: dict[int, Progress]) -> tuple[Donor | None, Progress]:
+        match source.tier:
+            case Tier.SEED:
+                return lambda _: (), Progress()
+            case Tier.LIVE:
+                held = self._states.get((source.epoch, source.step))
+                return held and _nearest(held, source.holders), known[source.step]
+            case Tier.HOST:
+                whole = self._host_copy(source.step, source.holders)
+                return whole and _always(whole), known[source.step]
+        assert self._saver
+        whole, metadata = self._saver.load(source.step)
+        return _always(whole), Progress.from_json(metadata["progress"])
+
+    def snapshot(self, epoch: int, step: int, mesh: Slices) -> None:
+        phases = self._world.step_phases(step, step == self._first)
+        with self._world.within(Phase.SNAPSHOT, *phases):
+            held = self._states[epoch, step]
+            copies = {}
+            for slice_id in sorted(mesh):
+                self._world.point(raises=ERRORS)
+                self._world.pass_time(SNAPSHOT_SECONDS / len(mesh))
+                copies[slice_id] = GhostCopy(step, held[slice_id])
+            self._world.point(raises=ERRORS)
+            self._require(mesh, "a host snapshot")
+        for slice_id, copy in copies.items():
+            memory: dict[int, Any] = self._backend.host_memory(slice_id)
+            memory[step] = copy if self._world.alive(slice_id) else GhostCopy(step, POISON)
+        self._unpublished.add(step)
+
+    # --- what the invariants ask for ----------------------------------------------------------
+
+    def held(self, epoch: int, step: int) -> Held | None:
+        """What each slice holds of a train state, or None if it was freed."""
+        return self._states.get((epoch, step))
+
+    @property
+    def num_states(self) -> int:
+        """The train states held, of which each slice of the mesh has a copy."""
+        return len(self._states)
+
+    def _wipe(self, slice_id: int) -> None:
+        for held in (*self._states.values(), self._made):
+            if slice_id in held:
+                held[slice_id] = POISON
+
+
+def _nearest(held: Held, holders: Slices) -> Donor:
+    """A holder keeps what it has; the others copy, from what is held when it is read."""
+    ids = sorted(holders)
+    return lambda s: held[s] if s in holders else held[ids[s % len(ids)]]
+
+
+def _always(whole: dict[str, np.ndarray]) -> Donor:
+    ghost = from_leaves(whole)
+    return lambda _: ghost
+
+
+def _results(ghost: Ghost) -> dict[str, Any]:
+    """What comes back from a step; the loss tells states apart."""
+    loss = float("nan") if POISON[0] in ghost else float(hash(ghost) % 9973)
+    return {
+        "loss": loss,
+        "finite": True,
+        "weight": 1.0,
+        "grad_norm": 1.0,
+        "learning_rate": None,
+        "metrics": {},
+    }
+
+
+class GhostStream:
+    """A stream of numbered batches of two examples each."""
+
+    fingerprint: dict[str, Any] = {}  # noqa: RUF012
+
+    def __init__(self, world: World):
+        self._world, self._first = world, None
+
+    def batches(self, position: int) -> Iterator[dict[str, np.ndarray]]:
+        first = position + 1 if self._first is None else self._first
+        self._first = first
+        for number in range(position, self._world.schedule.num_steps):
+            phases = self._world.step_phases(number + 1, number + 1 == first)
+            self._world.point(Phase.DATA, *phases, raises=frozenset({Kind.DATA}))
+            yield {"example_id": examples(number)}
+
+
+@lru_cache(maxsize=4096)
+def examples(number: int) -> np.ndarray:
+    """The ids of the examples in a batch."""
+    return np.array([2 * number, 2 * number + 1], np.int64)
+
+
+@lru_cache(maxsize=4096)
+def progress_after(step: int) -> Progress:
+    """What an undisturbed run has consumed after `step` updates."""
+    if step == 0:
+        return Progress()
+    return progress_after(step - 1).consume(examples(step - 1))

@@ -1,0 +1,216 @@
+"""The world outside a simulated run: time, slices that die and return, a disk, and the faults."""
+
+from __future__ import annotations
+
+import contextlib
+import heapq
+import itertools
+from collections import Counter
+from collections.abc import Callable, Iterator
+
+import jax
+
+from elastix.backends import Health
+from elastix.backends.simulated import VirtualClock
+from elastix.checkpoints import CheckpointError
+from elastix.testing.schedules import ERRORS, QUIET, Fault, Kind, Phase, Schedule
+
+Ghost = tuple[int, ...]
+"""What stands for a train state: the numbers of the batches it consumed, in order."""
+
+POISON: Ghost = (-1,)
+"""What is read from memory that is gone. It stays poison whatever is computed from it."""
+
+PLANTED = "planted by the schedule"
+"""In the message of every error that a fault raises."""
+
+_NO_ERRORS: frozenset[Kind] = frozenset()
+
+
+class Violation(BaseException):
+    """An invariant does not hold. Not an `Exception`: no handler of the driver may catch it."""
+
+    def __init__(self, rule: str, message: str):
+        super().__init__(f"{rule}: {message}")
+        self.rule = rule
+
+
+class World:
+    """Outlives the processes of a run: the slices' health, the disk, and what is left to go wrong.
+
+    Everything is decided by the schedule. Time passes only in `pass_time`, and faults strike only
+    in `point`, which the ghosts call before, after and in the middle of what they do.
+    """
+
+    MOST_POINTS = 50_000
+    """Points in one run; with more it is taken to stand still."""
+
+    def __init__(self, schedule: Schedule):
+        self.schedule = schedule
+        self.clock = VirtualClock()
+        self.pending: list[Fault] = list(schedule.faults)
+        self.hits: Counter[tuple[Phase, Kind]] = Counter()
+        self.struck: list[Fault] = []
+        self.ticks = 0
+        """Points passed: a finer clock, which tells what came before what."""
+        self.dead: dict[int, str] = {}
+        """Lost slices, and where the loss surfaces."""
+        self.emptied: set[int] = set()
+        """Slices that came back, and hold nothing until they are admitted."""
+        self.died_at: dict[int, int] = {}
+        """The tick of each slice's last death."""
+        self.disk: dict[int, tuple[Ghost, dict[str, object]]] = {
+            step: (expected(step), {}) for step in schedule.on_disk
+        }
+        self.rotten: set[int] = set()
+        self.on_loss: list[Callable[[int], None]] = []
+        """Called with each slice that dies: wipe what it held."""
+        self.on_return: list[Callable[[int], None]] = []
+        self.preempt: Callable[[], None] = lambda: None
+        self.restoring = Phase.RESTORE
+        """What the next restore is for: set by who watches the machine."""
+        self._context: tuple[Phase, ...] = ()
+        self._silent: set[int] = set()
+        self._visits: Counter[Phase] = Counter()
+        self._timed: list[tuple[float, int, Callable[[], None]]] = []
+        self._order = itertools.count()
+
+    # --- time -------------------------------------------------------------------------------
+
+    def at(self, seconds: float, do: Callable[[], None]) -> None:
+        """Do something in so many seconds."""
+        heapq.heappush(self._timed, (self.clock.now() + seconds, next(self._order), do))
+
+    def pass_time(self, seconds: float) -> None:
+        """Let time pass, and happen what is due in it."""
+        self._tick()
+        end = self.clock.now() + seconds
+        while self._timed and self._timed[0][0] <= end:
+            due, _, do = heapq.heappop(self._timed)
+            self.clock.sleep(max(0.0, due - self.clock.now()))
+            do()
+        self.clock.sleep(max(0.0, end - self.clock.now()))
+
+    def next_due(self) -> float | None:
+        """Seconds until something happens by itself; None if nothing will."""
+        return max(0.0, self._timed[0][0] - self.clock.now()) if self._timed else None
+
+    def _tick(self) -> None:
+        self.ticks += 1
+        if self.ticks > self.MOST_POINTS:
+            raise Violation("the run ends", f"it still goes on after {self.ticks} points")
+
+    # --- faults -----------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def within(self, *phases: Phase) -> Iterator[None]:
+        """Points passed inside belong to these phases too."""
+        before, self._context = self._context, phases
+        try:
+            yield
+        finally:
+            self._context = before
+
+    @property
+    def saving(self) -> bool:
+        """Whether the thread of the saver runs, for which no time passes."""
+        return Phase.SAVE in self._context
+
+    def point(self, *phases: Phase, raises: frozenset[Kind] = _NO_ERRORS) -> None:
+        """A point at which faults may strike; only kinds in `raises` may raise here."""
+        self._tick()
+        if not self.pending:
+            return
+        here = {*phases, *self._context}
+        for phase in here:
+            self._visits[phase] += 1
+        possible = QUIET | raises
+        for fault in tuple(self.pending):
+            due = fault.phase in here and self._visits[fault.phase] >= fault.visit
+            if due and fault.kind in possible and self._can_strike(fault):
+                self.pending.remove(fault)
+                self.hits[fault.phase, fault.kind] += 1
+                self.struck.append(fault)
+                self._strike(fault)
+
+    def step_phases(self, step: int, first: bool) -> tuple[Phase, ...]:
+        """The phases that a step belongs to by its place in the run."""
+        last = step == self.schedule.num_steps
+        return (Phase.FIRST_STEP,) * first + (Phase.LAST_STEP,) * last
+
+    def _can_strike(self, fault: Fault) -> bool:
+        if fault.slices:
+            return any(s not in self.dead for s in fault.slices)
+        return fault.kind is not Kind.ROT or bool(self.disk.keys() - self.rotten)
+
+    def _strike(self, fault: Fault) -> None:
+        match fault.kind:
+            case Kind.LOSS | Kind.LOSSES | Kind.UNSEEN:
+                for slice_id in fault.slices:
+                    self._lose(slice_id, fault)
+            case Kind.SILENT:
+                self._silent.update(s for s in fault.slices if s not in self.dead)
+            case Kind.ROT:
+                self.rotten.add(max(self.disk.keys() - self.rotten))
+            case Kind.PREEMPTION:
+                self.preempt()
+            case Kind.DISK_FULL:
+                raise CheckpointError(f"no space left on device, {PLANTED}")
+            case Kind.DATA:
+                raise OSError(f"the source cannot be read, {PLANTED}")
+            case Kind.PROGRAM:
+                raise TypeError(f"INTERNAL: no such thing as a slice, {PLANTED}")
+            case _:
+                assert fault.kind in ERRORS
+                raise jax.errors.JaxRuntimeError(f"{fault.kind.name}: {PLANTED}")
+
+    def _lose(self, slice_id: int, fault: Fault) -> None:
+        if slice_id in self.dead:
+            return
+        self.dead[slice_id] = fault.surfaces
+        self.emptied.discard(slice_id)
+        self.died_at[slice_id] = self.ticks
+        for wipe in self.on_loss:
+            wipe(slice_id)
+        if fault.kind is Kind.UNSEEN:
+            self.bring_back(slice_id)
+        elif fault.returns is not None:
+            self.at(fault.returns, lambda: self.bring_back(slice_id))
+
+    def bring_back(self, slice_id: int) -> None:
+        """Return a slice, with empty memory."""
+        if slice_id in self.dead:
+            del self.dead[slice_id]
+            self.emptied.add(slice_id)
+            for forget in self.on_return:
+                forget(slice_id)
+
+    def repair(self) -> None:
+        """Between two processes somebody has brought everything back."""
+        for slice_id in sorted(self.dead):
+            self.bring_back(slice_id)
+
+    # --- health -----------------------------------------------------------------------------
+
+    def alive(self, slice_id: int) -> bool:
+        """Whether what this slice should hold is there, in truth."""
+        return slice_id not in self.dead and slice_id not in self.emptied
+
+    def health(self, slice_id: int) -> Health:
+        """What a probe of the slice tells."""
+        if slice_id in self._silent:
+            self._silent.discard(slice_id)
+            return Health.DOWN
+        if slice_id in self.dead:
+            return Health.DOWN
+        return Health.EMPTIED if slice_id in self.emptied else Health.UP
+
+    def good_checkpoint(self, step: int) -> bool:
+        """Whether the disk has a checkpoint of the right state after `step`, and it loads."""
+        found = self.disk.get(step)
+        return found is not None and step not in self.rotten and found[0] == expected(step)
+
+
+def expected(step: int) -> Ghost:
+    """The train state after `step` updates of an undisturbed run."""
+    return tuple(range(step))
