@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import sys
+import threading
 import traceback
 import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import NoReturn
 
 from elastix.command import Command, parse
 from elastix.display import open_display
+from elastix.notices import notify_main
 from elastix.overrides import print_field_help
 from elastix.preparation import prepare, simulated_backend
 from elastix.run import Summary, train
+from elastix.supervision import InterruptedRun, supervise
 from elastix.verify import verify
 
 DONE, FAILED, USAGE, PREEMPTED, INTERRUPTED = 0, 1, 2, 75, 130
@@ -26,7 +31,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     0 done, 1 failed, 2 usage or bad input (nothing was changed), 75 preempted, 130 interrupted.
     """
     try:
-        command = parse(sys.argv[1:] if argv is None else argv)
+        arguments = sys.argv[1:] if argv is None else list(argv)
+        if arguments and arguments[0] == "notify":
+            return notify_main(arguments[1:])
+        command = parse(arguments)
         if command is None:
             return DONE
         with _quiet():
@@ -52,15 +60,29 @@ def _run(command: Command) -> int:
     backend = simulated_backend(command)
     run_dir = Path(command.run_dir or Path("runs", prepared.name))
     display = open_display(prepared.name)
+
+    def work(stop: threading.Event) -> Summary:
+        return train(prepared.recipe, backend=backend, run_dir=run_dir, display=display, stop=stop)
+
     try:
         with display:
-            summary = train(prepared.recipe, backend=backend, run_dir=run_dir, display=display)
+            summary = supervise(work, prepared.recipe.policy.grace)
+    except InterruptedRun as given_up:
+        _leave_at_once(given_up.status)
     except Exception as error:
         if isinstance(error, ValueError) and not display.has_started and "\n" not in str(error):
             raise  # bad input: the message names the value and the remedy
         traceback.print_exc()
         return _say(f"failed: {type(error).__name__}: {error}", FAILED)
     return _end(summary)
+
+
+def _leave_at_once(status: int) -> NoReturn:
+    """Leave while the run's thread is still inside JAX. What it wrote is whole: logs are flushed
+    by the row, and a checkpoint is there when it is complete."""
+    why = "interrupted" if status == INTERRUPTED else "preempted, and the grace time is over"
+    _say(f"{why}: run the same command again to go on", status)
+    os._exit(status)
 
 
 def _end(summary: Summary) -> int:

@@ -6,6 +6,7 @@ what happened.
 
 from __future__ import annotations
 
+import threading
 import traceback
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -51,6 +52,7 @@ from elastix.machine import (
     transition,
 )
 from elastix.metrics import MetricsLog, Row
+from elastix.notices import Notice
 from elastix.program import Batch
 from elastix.progress import Progress
 from elastix.saver import Saver
@@ -76,6 +78,8 @@ class Driver:
 
     Args:
         saver: the durable tier, or None for a run that keeps nothing on disk.
+        inbox: takes the next notice of preemption, if one has come.
+        stop: set from a signal handler: the whole job is asked to stop.
     """
 
     def __init__(
@@ -87,6 +91,8 @@ class Driver:
         metrics: MetricsLog,
         saver: Saver | None,
         observers: tuple[Observer, ...] = (),
+        inbox: Callable[[], Notice | None] = lambda: None,
+        stop: threading.Event | None = None,
     ):
         self._arrays, self._stream, self._backend = arrays, stream, backend
         self._policy, self._metrics, self._saver = policy, metrics, saver
@@ -100,8 +106,9 @@ class Driver:
         self._last_commit: float | None = None
         self._events: deque[Event] = deque()
         self._wake: WakeAt | None = None
-        self.stop_requested = False
-        """Set from a signal handler: ends the run after the steps in flight."""
+        self._inbox = inbox
+        self._stop = stop or threading.Event()
+        self._told_to_stop = False
 
     # --- the loop ---------------------------------------------------------------------------
 
@@ -132,9 +139,9 @@ class Driver:
     def _next(self) -> Event:
         """The next thing that happened: an answer, a wake-up, or the oldest step's results."""
         while True:
-            if self.stop_requested:
-                self.stop_requested = False
-                return PreemptionNoticed(at=self._backend.now(), epoch=self._epoch)
+            notice = self._notice()
+            if notice:
+                return notice
             if self._events:
                 return self._events.popleft()
             if self._wake and self._backend.now() >= self._wake.at:
@@ -147,6 +154,18 @@ class Driver:
                 self._guarded(self._commit)
             else:
                 self._pass_time()
+
+    def _notice(self) -> Event | None:
+        """What the world has announced: the end of the whole job, or of some slices."""
+        if self._stop.is_set() and not self._told_to_stop:
+            self._told_to_stop = True
+            return PreemptionNoticed(at=self._backend.now(), epoch=self._epoch)
+        notice = self._inbox()
+        if notice is None:
+            return None
+        at = self._backend.now()
+        until = at + notice.seconds
+        return PreemptionNoticed(at=at, epoch=self._epoch, slices=notice.slices, until=until)
 
     def _pass_time(self) -> None:
         """Nothing is in the foreground: wait for a save or for the next wake-up."""

@@ -24,6 +24,12 @@ PHASES = ("detect", "wait", "restore", "compile", "first_step")
 """Where the seconds of a recovery go, in their order."""
 
 
+CAUSES = {
+    "regrow": "the slices answer probes again",
+    "leave": "a notice that the slices will be taken away",
+}
+
+
 @dataclass
 class Recovery:
     """One change of the mesh, from what was noticed to the next committed step.
@@ -87,7 +93,8 @@ class Recoveries:
         lost = self._lost(event) & old
         if isinstance(before, Training | Finishing):
             committed = event.step if isinstance(event, Committed) else before.train_state.step
-            self.open = Recovery("loss" if lost else "regrow", _cause(event), committed)
+            kind = "loss" if lost else "leave" if before.ledger.noticed & old else "regrow"
+            self.open = Recovery(kind, _cause(event) if lost else CAUSES[kind], committed)
             if isinstance(before, Training):
                 self.open.steps_abandoned = before.dispatched - committed
             failed_at = self._dispatched_at.get(committed + 1, event.at)
@@ -115,6 +122,8 @@ class Recoveries:
             self.open.steps_lost = max(0, self.open.step - after.source.step)
             self.open.slices = sorted(after.mesh)
             self.open.found = sorted(after.mesh - self._old_mesh)
+            if self.open.kind == "leave":
+                self.open.lost = sorted(self._old_mesh - after.mesh)
         if isinstance(event, Prepared):
             self._add("restore", event.at - self._mark - event.compile_seconds)
             self._add("compile", event.compile_seconds)
@@ -136,4 +145,4 @@ class Recoveries:
 def _cause(event: Event) -> str:
     if isinstance(event, SlicesLost):
         return event.cause
-    return "the slices answer probes again"
+    return "a probe"

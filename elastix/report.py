@@ -209,6 +209,8 @@ def recovery_title(recovery: Recovery) -> str:
     """One line: what happened."""
     if recovery.kind == "loss":
         return f"{slices_text(recovery.lost)} lost after step {recovery.step}"
+    if recovery.kind == "leave":
+        return f"{slices_text(recovery.lost)} left before preemption, after step {recovery.step}"
     if recovery.found:
         return f"{slices_text(recovery.found)} came back after step {recovery.step}"
     return f"{recovery.kind} after step {recovery.step}"
@@ -222,7 +224,7 @@ def slices_text(ids: Sequence[int]) -> str:
 def recovery_block(recovery: Recovery, num_slices: int) -> Block:
     """What a recovery was and cost; its figures are those of `summary.json`."""
     came_with = [("came back", recovery.found)] if recovery.kind == "loss" else []
-    went_with = [("lost", recovery.lost)] if recovery.kind != "loss" else []
+    went_with = [("lost", recovery.lost)] if recovery.kind not in ("loss", "leave") else []
     cost = (
         f"{plural(recovery.steps_lost, 'step')} lost, "
         f"{recovery.steps_abandoned} in flight abandoned, "

@@ -7,6 +7,7 @@ import math
 import os
 import signal
 import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from importlib.metadata import version
@@ -33,6 +34,7 @@ from elastix.machine import (
     Tier,
 )
 from elastix.metrics import MetricsLog, Row
+from elastix.notices import Inbox
 from elastix.program import Program
 from elastix.recipe import Hook, Recipe
 from elastix.recoveries import Recoveries
@@ -51,6 +53,7 @@ def train(
     faults: Sequence[Fault] = (),
     run_dir: str | Path | None = None,
     display: Display | None = None,
+    stop: threading.Event | None = None,
 ) -> Summary:
     """Run a recipe to its end, through every loss and return of slices.
 
@@ -60,6 +63,8 @@ def train(
             backend was made with.
         run_dir: where checkpoints, logs and the summary go; a run that is there already is
             resumed. None keeps nothing on disk.
+        stop: set it to end the run after the steps in flight; by default SIGTERM and the first
+            Ctrl-C do, if this is the main thread.
 
     Returns:
         The summary; how the run ended is a value (`outcome`), not an exception.
@@ -80,15 +85,9 @@ def train(
             numerics = {"versions": versions(), "layout": program.layout}
             directory = RunDirectory.open(run_dir, recipe, stream.fingerprint, numerics)
             stack.callback(directory.close)
-        run = _Run(
-            recipe,
-            program,
-            stream,
-            backend,
-            directory,
-            QuietDisplay(display) if display else NoDisplay(),
-        )
-        return run.execute()
+        stop = stop or stack.enter_context(_stop_on_signals())
+        shown = QuietDisplay(display) if display else NoDisplay()
+        return _Run(recipe, program, stream, backend, directory, shown, stop).execute()
 
 
 def default_backend() -> Backend:
@@ -107,7 +106,8 @@ def versions() -> dict[str, str]:
 class _Run:
     """One process of a run: its logs, its driver and its summary."""
 
-    def __init__(self, recipe, program, stream, backend, directory, display):
+    def __init__(self, recipe, program, stream, backend, directory, display, stop):
+        self._stop = stop
         self._recipe, self._program, self._stream = recipe, program, stream
         self._backend, self._directory, self._display = backend, directory, display
         self._recoveries = Recoveries()
@@ -136,13 +136,14 @@ class _Run:
             metrics,
             saver,
             (lambda before, event, after, effects: log.append(event, after, effects), self._watch),
+            Inbox(self._directory.path).take if self._directory else lambda: None,
+            self._stop,
         )
         self._display.started(self._info())
         with contextlib.ExitStack() as stack:
             for closed in (metrics, log, saver):
                 if closed:
                     stack.callback(closed.close)
-            stack.enter_context(_draining(driver))
             end = driver.run(Starting(), self._started())
             summary = self._summarise(end, driver, metrics)
         if self._directory:
@@ -228,22 +229,21 @@ def _row_hook(hook: Hook) -> Callable[[Row], None]:
 
 
 @contextlib.contextmanager
-def _draining(driver: Driver) -> Iterator[None]:
-    """SIGTERM and the first Ctrl-C end the run after the steps in flight; the second Ctrl-C ends
-    it at once. Only the main thread can take signals."""
-    numbers = (signal.SIGTERM, signal.SIGINT)
+def _stop_on_signals() -> Iterator[threading.Event]:
+    """An event that SIGTERM and the first Ctrl-C set; the second Ctrl-C interrupts at once. Only
+    the main thread can take signals."""
+    stop, numbers = threading.Event(), (signal.SIGTERM, signal.SIGINT)
 
     def ask(number: int, _: object) -> None:
-        driver.stop_requested = True
+        stop.set()
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
-    try:
-        before = {number: signal.signal(number, ask) for number in numbers}
-    except ValueError:
-        yield
+    if threading.current_thread() is not threading.main_thread():
+        yield stop
         return
+    before = {number: signal.signal(number, ask) for number in numbers}
     try:
-        yield
+        yield stop
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

@@ -134,6 +134,19 @@ def happenings(world: World) -> Iterator[Choice]:
     if world.faults and live and not world.machine.ledger.draining and not world.events:
         event = PreemptionNoticed(at=0.0, epoch=world.epoch)
         yield "preempt", replace(world, events=(event,), faults=world.faults - 1)
+    if world.faults and not world.events:
+        yield from notice(world)
+
+
+def notice(world: World) -> Iterator[Choice]:
+    """A slice that is up will be taken away; whether it then is, is another matter."""
+    if isinstance(world.machine, Starting | Done | Failed):
+        return
+    for slice_id in sorted(world.machine.ledger.up):
+        event = PreemptionNoticed(
+            at=0.0, epoch=world.epoch, slices=frozenset({slice_id}), until=1.0
+        )
+        yield f"notice {slice_id}", replace(world, events=(event,), faults=world.faults - 1)
 
 
 def with_health(world: World, slice_id: int, health: str) -> World:
@@ -306,9 +319,10 @@ def check(before: World, name: str, after: World) -> None:
     if isinstance(state, Training):
         assert state.committed == state.iterator_state == state.train_state.step
         assert 0 <= state.dispatched - state.committed <= after.policy.inflight
-        assert state.mesh <= state.ledger.up, "trains on a slice that is known to be gone"
+        answering = state.ledger.up | state.ledger.noticed
+        assert state.mesh <= answering, "trains on a slice that is known to be gone"
         assert len(state.mesh) >= after.policy.min_slices
-        assert not state.ledger.saving or state.ledger.saving.holder in state.ledger.up
+        assert not state.ledger.saving or state.ledger.saving.holder in answering
     if isinstance(state, Finishing):
         assert state.iterator_state == state.train_state.step
     if isinstance(state, Done) and state.outcome == "done":
@@ -351,7 +365,9 @@ def explore(first: World) -> Explored:
             stuck = True
             try:
                 for name, nxt in successors(world):
-                    stuck = stuck and name.startswith(("lose", "return", "rot", "preempt"))
+                    stuck = stuck and name.startswith(
+                        ("lose", "return", "rot", "preempt", "notice")
+                    )
                     result.transitions += 1
                     note(result, world, name, nxt)
                     check(world, name, nxt)

@@ -17,6 +17,8 @@ from elastix.machine import (
     Event,
     Failed,
     Finishing,
+    Flap,
+    Leaving,
     Ledger,
     Policy,
     PreemptionNoticed,
@@ -138,8 +140,11 @@ def training_committed():
 def training_snapshotted():
     before = training(50, owed=50, asked=Snapshot(EPOCH, 50))
     state, effects = on(before, Snapshotted, step=50, holders=ALL)
-    assert state.ledger.sources == (SEED, host(50)) and state.owed is None
+    assert state.ledger.sources == (SEED, host(40), host(50)) and state.owed is None
     assert effects == (RunStep(EPOCH, 51),)
+    state, _ = on(state, Dispatched, step=51)
+    state, _ = on(state, Committed, step=51)
+    assert state.ledger.sources == (SEED, host(50))
 
 
 def training_probed():
@@ -487,6 +492,60 @@ def test_a_loss_while_regrowing_falls_back_to_the_live_state_of_the_survivors():
     book = ledger(sources=(SEED, host(40), live))
     state, _ = on(restoring(live, ledger=book), SlicesLost, slices=slices(1))
     assert state.source == replace(live, holders=slices(0, 2)) and state.mesh == slices(0, 2, 3)
+
+
+# --- slices that will be taken away ---------------------------------------------------------------
+
+
+def test_a_slice_is_left_before_it_dies_and_no_step_is_lost():
+    state, effects = on(training(45, 46), PreemptionNoticed, slices=slices(1), until=160.0)
+    assert isinstance(state, Training) and effects == (), "the step in flight ends first"
+    state, effects = on(state, Committed, step=46)
+    assert isinstance(state, Restoring) and state.mesh == slices(0, 2, 3)
+    assert state.source == Source(Tier.LIVE, 46, EPOCH, slices(0, 2, 3))
+
+
+def test_a_slice_that_was_left_is_not_taken_back_before_its_time():
+    book = ledger(up=slices(0, 2, 3), leaving=(Leaving(1, 160.0),))
+    before = training(45, 46, mesh=slices(0, 2, 3), ledger=book)
+    state = before
+    for at in (110.0, 120.0, 130.0):
+        state, effects = on(state, Probed, at=at, up=slices(1))
+    assert isinstance(state, Training) and effects == (WakeAt(EPOCH, 135.0),)
+    assert 1 not in state.ledger.up
+    state, _ = on(state, Probed, at=161.0, up=slices(1))
+    state, _ = on(state, Committed, step=46)
+    assert isinstance(state, Restoring) and state.mesh == ALL, "the notice was wrong"
+    state, _ = on(before, Probed, at=110.0, emptied=slices(1))
+    assert state.ledger.leaving == () and 1 in state.ledger.up, "it died, and came back"
+
+
+def test_leaving_below_min_slices_waits_with_the_live_state():
+    policy = replace(POLICY, min_slices=4)
+    state, _ = on(training(45), PreemptionNoticed, policy, slices=slices(1), until=160.0)
+    assert isinstance(state, Waiting)
+    assert Source(Tier.LIVE, 45, EPOCH, slices(0, 2, 3)) in state.ledger.sources
+
+
+def test_when_all_slices_leave_they_are_donors_to_those_that_stand_by():
+    policy = replace(POLICY, max_slices=2)
+    before = training(45, mesh=slices(0, 1), ledger=ledger(up=ALL))
+    state, _ = on(before, PreemptionNoticed, policy, slices=slices(0, 1), until=160.0)
+    assert state.mesh == slices(2, 3) and state.source.holders == slices(0, 1)
+
+
+def test_a_slice_that_flaps_is_taken_back_more_slowly_until_checkpoints_forgive_it():
+    state, _ = on(training(45), SlicesLost, slices=slices(1))
+    assert state.ledger.flaps == (Flap(1, 1),)
+    book = ledger(up=slices(0, 2, 3), flaps=(Flap(1, 2),), saving=Saving(40, EPOCH, 0))
+    state = training(45, 46, mesh=slices(0, 2, 3), ledger=book)
+    for _ in range(3):
+        state, effects = on(state, Probed, emptied=slices(1))
+        assert effects == (WakeAt(EPOCH, 105.0),), "two losses: four probes"
+    state, effects = on(state, Probed, emptied=slices(1))
+    assert effects == ()
+    state, _ = on(state, Saved, step=40)
+    assert state.ledger.flaps == (Flap(1, 1),)
 
 
 # --- snapshots and saves --------------------------------------------------------------------------

@@ -137,7 +137,11 @@ class ControllerLost(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreemptionNoticed(Event):
-    """The whole job is asked to stop: finish the steps in flight, save, end."""
+    """`slices` will be taken away at second `until`: leave them before. None named: the whole
+    job is asked to stop, so finish the steps in flight, save, end."""
+
+    slices: Slices = frozenset()
+    until: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

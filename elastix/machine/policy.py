@@ -43,6 +43,8 @@ class Policy:
     """Seconds between probes of slices that are missing."""
     stable_probes: int = 2
     """Good probes in a row before a returned slice is taken back into a training run."""
+    grace: float = 25.0
+    """Seconds that the whole job has to end by itself after it was asked to stop."""
     on_nonfinite: Literal["fail", "continue"] = "fail"
     """What a loss or gradient that is not finite does to the run."""
 
@@ -55,6 +57,7 @@ class Policy:
         self._at_least("max_losses", 1)
         self._at_least("stable_probes", 1)
         self._at_least("patience", 0)
+        self._at_least("grace", 0)
         self._at_least("deadline", 0)
         if not self.probe_every > 0:
             raise ValueError(f"policy.probe_every={self.probe_every}: use a time above 0 seconds")

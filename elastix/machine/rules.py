@@ -36,6 +36,7 @@ from elastix.machine.values import (
     Done,
     Failed,
     Finishing,
+    Leaving,
     Ledger,
     Live,
     ProtocolError,
@@ -60,8 +61,10 @@ from elastix.machine.verbs import (
     choose_mesh,
     conclude,
     forget,
+    forgive,
     host_source,
     lose,
+    probes_needed,
     restore,
     resume_or_wait,
     save,
@@ -126,7 +129,13 @@ def commit(state: Training, event: Committed, policy: Policy) -> Step:
         )
     if not event.finite and policy.on_nonfinite == "fail":
         return Failed(f"the loss or gradient of step {event.step} is not finite"), NONE
-    ledger = replace(state.ledger, losses=0, data_failures=0, below_since=None)
+    ledger = replace(
+        state.ledger,
+        sources=newest_snapshot(state.ledger.sources),
+        losses=0,
+        data_failures=0,
+        below_since=None,
+    )
     name = replace(state.train_state, step=event.step)
     state = replace(
         state, ledger=ledger, committed=event.step, train_state=name, iterator_state=event.step
@@ -134,12 +143,19 @@ def commit(state: Training, event: Committed, policy: Policy) -> Step:
     return advance(state, event, policy)
 
 
+def newest_snapshot(sources: tuple[Source, ...]) -> tuple[Source, ...]:
+    """The sources, without host snapshots older than the newest."""
+    newest = max((s.step for s in sources if s.tier is Tier.HOST), default=0)
+    return tuple(s for s in sources if s.tier is not Tier.HOST or s.step == newest)
+
+
 def publish(state: Training | Finishing, event: Snapshotted, policy: Policy) -> Step:
-    """A newer snapshot exists: only now is the older one let go."""
+    """A newer snapshot exists. The older one is let go when a step commits after it: until then
+    nothing says that the holders of the newer one outlived its publication."""
     ledger = state.ledger
     new = Source(Tier.HOST, event.step, ledger.epoch, event.holders)
-    others = tuple(s for s in ledger.sources if s.tier is not Tier.HOST)
-    ledger = replace(ledger, sources=(*others, new))
+    again = (s for s in ledger.sources if not (s.tier is Tier.HOST and s.step == event.step))
+    ledger = replace(ledger, sources=(*again, new))
     if isinstance(state, Finishing):
         return conclude(replace(state, ledger=ledger))
     effects: Effects = ()
@@ -159,7 +175,7 @@ def saved(state: Live, event: Saved, policy: Policy) -> Step:
     disk = sorted([*disk, Source(Tier.DISK, event.step)], key=lambda s: s.step)
     others = [s for s in ledger.sources if s.tier is not Tier.DISK]
     kept = disk[-policy.keep_checkpoints :]
-    ledger = replace(ledger, saving=None, sources=(*others, *kept))
+    ledger = forgive(replace(ledger, saving=None, sources=(*others, *kept)))
     return _after_save(replace(state, ledger=ledger))
 
 
@@ -214,13 +230,15 @@ def probed(state: Training, event: Probed, policy: Policy) -> Step:
 def steadier(ledger: Ledger, slice_id: int, at: float, policy: Policy) -> Stable:
     """One more probe in a row found this slice up."""
     before = ledger.stability(slice_id) or Stable(slice_id, 0, at)
-    return replace(before, probes=min(before.probes + 1, policy.stable_probes))
+    return replace(before, probes=min(before.probes + 1, probes_needed(ledger, slice_id, policy)))
 
 
 def health(ledger: Ledger, event: Probed) -> tuple[Ledger, Effects]:
     """What a probe says of who is up. A slice that was emptied answers, and holds nothing."""
     ledger, effects = forget(ledger, event.emptied | event.down)
-    return replace(ledger, up=ledger.up | event.up | event.emptied), effects
+    leaving = tuple(n for n in ledger.leaving if n.until > event.at)
+    ledger = replace(ledger, leaving=leaving)
+    return replace(ledger, up=(ledger.up | event.up | event.emptied) - ledger.noticed), effects
 
 
 def woke(state: Training, event: Woke, policy: Policy) -> Step:
@@ -281,6 +299,18 @@ def controller_lost(state: Live, event: ControllerLost, policy: Policy) -> Step:
     return Failed(f"the controller lost its devices ({event.reason}): {hint}"), NONE
 
 
+def preempt(state: Live, event: PreemptionNoticed, policy: Policy) -> Step:
+    """Leave the slices that will be taken away; if none is named, end the run."""
+    if not event.slices:
+        return drain(state, event, policy)
+    ledger = state.ledger
+    named = event.slices & ledger.slices
+    others = (n for n in ledger.leaving if n.slice_id not in named)
+    leaving = (*others, *(Leaving(s, event.until) for s in sorted(named)))
+    state = replace(state, ledger=replace(ledger, up=ledger.up - named, leaving=leaving))
+    return advance(state, event, policy) if isinstance(state, Training) else (state, NONE)
+
+
 def drain(state: Live, event: PreemptionNoticed, policy: Policy) -> Step:
     """Dispatch nothing more; the last answer in flight ends the run."""
     state = replace(state, ledger=replace(state.ledger, draining=True))
@@ -313,7 +343,7 @@ for _live in (Training, Waiting, Restoring, Finishing):
     TABLE[_live, Saved] = saved
     TABLE[_live, SaveFailed] = save_failed
     TABLE[_live, ControllerLost] = controller_lost
-    TABLE[_live, PreemptionNoticed] = drain
+    TABLE[_live, PreemptionNoticed] = preempt
 for _running in (Training, Restoring, Finishing):
     TABLE[_running, ProgramFailed] = program_failed
 

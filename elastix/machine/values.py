@@ -80,6 +80,23 @@ class Stable:
     since: float
 
 
+@dataclass(frozen=True, slots=True)
+class Leaving:
+    """A slice that will be preempted: it is left before second `until`. If it still answers
+    after that, the notice was wrong."""
+
+    slice_id: int
+    until: float
+
+
+@dataclass(frozen=True, slots=True)
+class Flap:
+    """How often a slice was lost, less one for each checkpoint that was written since."""
+
+    slice_id: int
+    losses: int
+
+
 # --- states --------------------------------------------------------------------------------
 
 
@@ -101,10 +118,19 @@ class Ledger:
     stable: tuple[Stable, ...] = ()
     """The slices outside the mesh that the last probe found up."""
     draining: bool = False
+    leaving: tuple[Leaving, ...] = ()
+    """Slices that will be taken away; they are not in `up`, though they still answer."""
+    flaps: tuple[Flap, ...] = ()
+    """Slices that were lost before; they are taken back more slowly."""
 
     def stability(self, slice_id: int) -> Stable | None:
         """How long `slice_id`, outside the mesh, has been up; None if it is not."""
         return next((s for s in self.stable if s.slice_id == slice_id), None)
+
+    @property
+    def noticed(self) -> Slices:
+        """The slices that will be taken away."""
+        return frozenset(n.slice_id for n in self.leaving)
 
 
 @dataclass(frozen=True, slots=True)

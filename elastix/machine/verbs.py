@@ -23,6 +23,7 @@ from elastix.machine.values import (
     Done,
     Failed,
     Finishing,
+    Flap,
     Ledger,
     Live,
     Restoring,
@@ -74,7 +75,7 @@ def lose(state: Live, slices: Slices, event: Event, policy: Policy) -> Step:
     if not slices & involved(state):
         return replace(state, ledger=ledger), effects
     ledger = keep_live(state, slices, ledger, policy)
-    ledger = replace(ledger, losses=ledger.losses + 1)
+    ledger = replace(mark_flaps(ledger, slices & state.mesh), losses=ledger.losses + 1)
     if ledger.losses > policy.max_losses:
         return Failed(f"{ledger.losses} losses in a row without a committed step"), effects
     nxt, more = resume_or_wait(ledger, state.mesh, event, policy)
@@ -83,10 +84,18 @@ def lose(state: Live, slices: Slices, event: Event, policy: Policy) -> Step:
 
 def regrow(state: Training, policy: Policy) -> Step:
     """Move the committed state, as it is, onto a mesh that takes the stable slices back."""
-    live = live_source(state, state.mesh)
-    ledger = replace(state.ledger, sources=(*state.ledger.sources, live))
-    able = replace(ledger, up=joinable(state, policy) | state.mesh)
-    return restore(ledger, choose_mesh(able, state.mesh, policy))
+    able = replace(state.ledger, up=joinable(state, policy) | state.mesh)
+    return restore(with_live(state, state.mesh), choose_mesh(able, state.mesh, policy))
+
+
+def leave(state: Training, event: Event, policy: Policy) -> Step:
+    """Move the committed state off the slices that will be taken away. No step is lost: while
+    they live, they are donors if nobody else is."""
+    staying = state.mesh - state.ledger.noticed
+    ledger = with_live(state, staying or state.mesh)
+    if len(ledger.up) < policy.min_slices:
+        return wait(ledger, staying, event, policy)
+    return restore(ledger, choose_mesh(ledger, staying, policy))
 
 
 # --- what the verbs are made of ---------------------------------------------------------------
@@ -100,8 +109,40 @@ def forget(ledger: Ledger, slices: Slices) -> tuple[Ledger, Effects]:
     if ledger.saving and ledger.saving.holder in slices:
         effects = (Abandon(ledger.saving.epoch, ledger.saving.step),)
         ledger = replace(ledger, saving=None, save_owed=True)
-    stable = tuple(s for s in ledger.stable if s.slice_id not in slices)
-    return replace(ledger, up=ledger.up - slices, sources=sources, stable=stable), effects
+    return replace(
+        ledger,
+        up=ledger.up - slices,
+        sources=sources,
+        stable=tuple(s for s in ledger.stable if s.slice_id not in slices),
+        leaving=tuple(n for n in ledger.leaving if n.slice_id not in slices),
+    ), effects
+
+
+def with_live(state: Training | Finishing, holders: Slices) -> Ledger:
+    """The ledger in which the committed state, as `holders` have it, is a source."""
+    name = state.train_state
+    live = Source(Tier.LIVE, name.step, name.epoch, holders)
+    return replace(state.ledger, sources=(*state.ledger.sources, live))
+
+
+def mark_flaps(ledger: Ledger, slices: Slices) -> Ledger:
+    """Count one more loss for each of these slices."""
+    counts = {f.slice_id: f.losses for f in ledger.flaps}
+    counts |= {s: counts.get(s, 0) + 1 for s in slices}
+    return replace(ledger, flaps=tuple(Flap(s, n) for s, n in sorted(counts.items())))
+
+
+def forgive(ledger: Ledger) -> Ledger:
+    """A checkpoint was written: one loss less is held against each slice."""
+    flaps = tuple(Flap(f.slice_id, f.losses - 1) for f in ledger.flaps if f.losses > 1)
+    return replace(ledger, flaps=flaps)
+
+
+def probes_needed(ledger: Ledger, slice_id: int, policy: Policy) -> int:
+    """Good probes in a row before a slice is taken back: doubled with each loss but the first,
+    up to 64 times."""
+    losses = next((f.losses for f in ledger.flaps if f.slice_id == slice_id), 0)
+    return policy.stable_probes * 2 ** min(max(losses - 1, 0), 6)
 
 
 def keep_live(state: Live, lost: Slices, ledger: Ledger, policy: Policy) -> Ledger:
@@ -109,12 +150,7 @@ def keep_live(state: Live, lost: Slices, ledger: Ledger, policy: Policy) -> Ledg
     survivors = state.mesh - lost
     if policy.lookback != "live" or not isinstance(state, Training | Finishing) or not survivors:
         return ledger
-    return replace(ledger, sources=(*ledger.sources, live_source(state, survivors)))
-
-
-def live_source(state: Training | Finishing, holders: Slices) -> Source:
-    name = state.train_state
-    return Source(Tier.LIVE, name.step, name.epoch, holders)
+    return with_live(replace(state, ledger=ledger), survivors)
 
 
 def resume_or_wait(ledger: Ledger, mesh: Slices, event: Event, policy: Policy) -> Step:
@@ -152,8 +188,9 @@ def choose_mesh(ledger: Ledger, members: Slices, policy: Policy) -> Slices:
 def joinable(state: Training, policy: Policy) -> Slices:
     """Slices outside the mesh that were found up often enough to be taken back."""
     outside = state.ledger.slices - state.mesh
-    stable = (s for s in state.ledger.stable if s.probes >= policy.stable_probes)
-    return outside & {s.slice_id for s in stable}
+    ledger = state.ledger
+    stable = (s for s in ledger.stable if s.probes >= probes_needed(ledger, s.slice_id, policy))
+    return outside & {s.slice_id for s in stable} - ledger.noticed
 
 
 def wants_regrow(state: Training, policy: Policy) -> bool:
@@ -188,9 +225,10 @@ def _divides(every: int, step: int) -> bool:
 
 
 def host_source(ledger: Ledger, step: int) -> Source | None:
-    """The published host snapshot of `step`, if a slice that is up still holds it."""
+    """The published host snapshot of `step`, if a slice that answers still holds it."""
+    answering = ledger.up | ledger.noticed
     for source in ledger.sources:
-        if source.tier is Tier.HOST and source.step == step and source.holders & ledger.up:
+        if source.tier is Tier.HOST and source.step == step and source.holders & answering:
             return source
     return None
 
@@ -212,7 +250,8 @@ def save(ledger: Ledger, source: Source) -> tuple[Ledger, Effects]:
         return replace(ledger, save_owed=False), NONE
     if ledger.saving:
         return replace(ledger, save_owed=True), NONE
-    holders = sorted(source.holders & ledger.up)
+    staying = source.holders & ledger.up
+    holders = sorted(staying or source.holders & ledger.noticed)
     holder = holders[source.step % len(holders)]
     saving = Saving(source.step, ledger.epoch, holder)
     ledger = replace(ledger, saving=saving, save_owed=False)
@@ -233,6 +272,8 @@ def advance(state: Training, event: Event, policy: Policy) -> Step:
     if state.dispatched >= ledger.num_steps or ledger.draining:
         why = "done" if state.dispatched >= ledger.num_steps else "preempted"
         return finish(state, why) if drained else (state, NONE)
+    if ledger.noticed & state.mesh:
+        return leave(state, event, policy) if drained else (state, NONE)
     if wants_regrow(state, policy):
         return regrow(state, policy) if drained else (state, NONE)
     if state.dispatched - state.committed == policy.inflight:

@@ -55,11 +55,14 @@ class VirtualThread:
         self._world = world
         self._jobs: deque[Job] = deque()
         self.current: Job | None = None
+        self._closed = False
 
     def submit(self, do: Callable[..., Any], *args: Any) -> _Future:
         return self.add(lambda: do(*args), lambda job: None)
 
     def add(self, do: Callable[[], Any], finish: Callable[[Job], None]) -> _Future:
+        if self._closed:
+            raise RuntimeError("the thread was shut down")
         job = Job(do, finish)
         self._jobs.append(job)
         if self.current is None and len(self._jobs) == 1:
@@ -67,6 +70,7 @@ class VirtualThread:
         return _Future(self._world, job)
 
     def shutdown(self, wait: bool = True) -> None:
+        self._closed = True
         while wait and (self._jobs or self.current):
             self._world.pass_time(self._world.next_due() or 0.0)
 
@@ -153,6 +157,7 @@ class GhostSaver(Saver):
 
     _thread: Any
     _store: Any
+    _answers: Any
 
     def __init__(self, world: World, backend: Backend):
         self._world, self._backend = world, backend

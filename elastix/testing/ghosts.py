@@ -263,11 +263,14 @@ def _always(whole: dict[str, np.ndarray]) -> Donor:
     return lambda _: ghost
 
 
+def loss_of(ghost: Ghost) -> float:
+    """The loss of the step that led to a state: it tells states apart."""
+    return float("nan") if POISON[0] in ghost else float(hash(ghost) % 9973)
+
+
 def _results(ghost: Ghost) -> dict[str, Any]:
-    """What comes back from a step; the loss tells states apart."""
-    loss = float("nan") if POISON[0] in ghost else float(hash(ghost) % 9973)
     return {
-        "loss": loss,
+        "loss": loss_of(ghost),
         "finite": True,
         "weight": 1.0,
         "grad_norm": 1.0,

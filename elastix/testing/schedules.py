@@ -71,7 +71,7 @@ _COMPUTING = frozenset(Phase) - {Phase.PROBE, Phase.DATA}
 _PROBING = frozenset({Phase.PROBE, Phase.SNAPSHOT, Phase.SAVE, Phase.RESTORE, Phase.REGROW})
 _WHERE: dict[Kind, frozenset[Phase]] = {
     **{kind: frozenset(Phase) for kind in QUIET},
-    **{kind: _COMPUTING for kind in ERRORS},
+    **dict.fromkeys(ERRORS, _COMPUTING),
     Kind.SILENT: _PROBING,
     Kind.DATA: frozenset({Phase.DATA, Phase.FIRST_STEP, Phase.LAST_STEP}),
     Kind.DISK_FULL: frozenset({Phase.SAVE, Phase.LAST_STEP}),

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import time
 from dataclasses import dataclass, replace
 
 import equinox as eqx
@@ -92,6 +93,9 @@ def interrupted() -> Recipe:
         if row["step"] == 20:
             for name in os.environ["INTERRUPTS"].split():
                 signal.raise_signal(getattr(signal, name))
+                heard = time.monotonic() + 0.3  # the main thread listens ten times a second
+                while time.monotonic() < heard:
+                    pass
 
     return replace(recipe(), hooks=(interrupt,))
 

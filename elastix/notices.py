@@ -1,0 +1,117 @@
+"""Notices of preemption: `elastix notify` puts them into a run directory, the run takes them out.
+
+A notice is one small file, written whole under its final name, so that a reader never sees half.
+"""
+
+from __future__ import annotations
+
+import argparse
+import fcntl
+import json
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from elastix.jsonl import RowReader
+
+_EVERY = 0.2
+"""Seconds between two looks into the folder."""
+
+
+@dataclass(frozen=True)
+class Notice:
+    """`slices` will be taken away in `seconds`; none named: the whole job is asked to stop."""
+
+    slices: frozenset[int]
+    seconds: float
+
+
+class Inbox:
+    """The notices of one run directory, oldest first, each once."""
+
+    def __init__(self, run_dir: Path, clock: Callable[[], float] = time.monotonic):
+        self._folder, self._clock = run_dir / "notices", clock
+        self._next_look = 0.0
+
+    def take(self) -> Notice | None:
+        """The next notice, if one has come."""
+        if self._clock() < self._next_look:
+            return None
+        waiting = sorted(self._folder.glob("*.json")) if self._folder.is_dir() else []
+        if not waiting:
+            self._next_look = self._clock() + _EVERY
+            return None
+        text = waiting[0].read_text(encoding="utf-8")
+        waiting[0].rename(waiting[0].with_suffix(".taken"))
+        value = json.loads(text)
+        return Notice(frozenset(value["slices"]), max(0.0, value["until"] - time.time()))
+
+
+def post(run_dir: Path, slices: frozenset[int], seconds: float) -> Path:
+    """Leave a notice for the process that runs in `run_dir`.
+
+    Raises:
+        ValueError: no process runs there, or a slice does not exist; nothing was written.
+    """
+    _require_running(run_dir)
+    known = _slices_of(run_dir)
+    for slice_id in sorted(slices - known):
+        raise ValueError(
+            f"slice {slice_id} does not exist in {run_dir}: use {min(known)} to {max(known)}"
+        )
+    folder = run_dir / "notices"
+    folder.mkdir(exist_ok=True)
+    path = folder / f"{time.time_ns()}-{os.getpid()}.json"
+    temporary = path.with_suffix(".tmp")
+    value = {"slices": sorted(slices), "until": time.time() + seconds}
+    temporary.write_text(json.dumps(value), encoding="utf-8")
+    temporary.rename(path)
+    return path
+
+
+def _require_running(run_dir: Path) -> None:
+    try:
+        with (run_dir / "lock").open("r+") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return
+    except OSError as error:
+        raise ValueError(f"{run_dir} is no run directory ({error.strerror}): name one") from error
+    raise ValueError(f"no process runs in {run_dir}: there is nobody to notify")
+
+
+def _slices_of(run_dir: Path) -> frozenset[int]:
+    if not (run_dir / "events.jsonl").exists():
+        raise ValueError(f"the run in {run_dir} has not started training yet: try again")
+    rows = (row["event"] for row in RowReader(run_dir / "events.jsonl"))
+    started = [event["slices"] for event in rows if event["type"] == "Started"]
+    return frozenset(started[-1])
+
+
+def notify_main(argv: Sequence[str]) -> int:
+    """`elastix notify`: 0 when the notice was left. Raises ValueError for bad input."""
+    parser = argparse.ArgumentParser(
+        prog="elastix notify",
+        description="Tell a run that slices will be taken away: it leaves them before, and loses "
+        "no step. Without --slices the whole job is asked to stop: it saves and exits with 75.",
+        epilog="example: elastix notify runs/quickstart --slices 1 --in 60",
+        exit_on_error=False,
+    )
+    parser.add_argument("run_dir", metavar="RUN_DIR", type=Path)
+    parser.add_argument("--slices", metavar="S,S", default="", help="slices, counted from 0")
+    parser.add_argument(
+        "--in", dest="seconds", metavar="SECONDS", type=float, default=30.0, help="(default: 30)"
+    )
+    try:
+        given = parser.parse_args(argv)
+        slices = frozenset(int(s) for s in given.slices.split(",") if s)
+    except (argparse.ArgumentError, ValueError) as error:
+        raise ValueError(f"{error} (elastix notify --help)") from error
+    if not 0 <= given.seconds < float("inf"):
+        raise ValueError(f"--in {given.seconds}: use 0 seconds or more")
+    post(given.run_dir, slices, given.seconds)
+    what = f"slices {sorted(slices)}" if slices else "the whole job"
+    print(f"noticed: {what} in {given.seconds:g} s")
+    return 0
