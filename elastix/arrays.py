@@ -52,6 +52,12 @@ class Arrays:
         self._states[epoch, step] = leaves
         return results
 
+    def trial(self, slices: Slices) -> dict[str, Any]:
+        """Dispatch one step of the seed's state on a batch of zeros; its results, as futures."""
+        on_mesh = self._program.put_batch(self._program.zeros(), slices)
+        _, results = self._program.step(slices)(self._program.initial(slices), on_mesh)
+        return results
+
     def consumed_ids(self, ids: np.ndarray) -> np.ndarray:
         """The example ids that a step's results say it consumed: int64[global_batch]."""
         return self._program.consumed_ids(ids)

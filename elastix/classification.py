@@ -5,6 +5,10 @@ from __future__ import annotations
 import jax
 
 
+class StuckError(Exception):
+    """Something did not finish before its deadline, and nobody reported a loss."""
+
+
 class SliceLostError(Exception):
     """The memory of these slices is gone: the world's doing, nobody's defect."""
 

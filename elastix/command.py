@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import NoReturn
 
-from elastix.faults import Fault, Lose, Return
+from elastix.faults import Fault, Hang, Lose, Return
 from elastix.faults import parse as parse_fault
 
 _ABOUT = """\
@@ -126,6 +126,7 @@ def _command(
     name: str, recipe: str, given: argparse.Namespace, fields: list[str], wants_help: bool
 ) -> Command:
     losses = [parse_fault(Lose, text) for text in given.lose]
+    hangs = [parse_fault(Hang, text) for text in given.hang]
     returns = [parse_fault(Return, text) for text in vars(given)["return"]]
     for option in ("slices", "devices_per_slice"):
         if getattr(given, option) < 1:
@@ -140,7 +141,7 @@ def _command(
         backend=given.backend,
         slices=given.slices,
         devices_per_slice=given.devices_per_slice,
-        faults=(*losses, *returns),
+        faults=(*losses, *hangs, *returns),
         fields=tuple(fields),
         compile_cache=given.compile_cache,
         keep=getattr(given, "keep", False),
@@ -150,7 +151,7 @@ def _command(
 
 _WITH_VALUE = (
     *("--run-dir", "--backend", "--slices", "--devices-per-slice", "--steps"),
-    *("--lose", "--return", "--compile-cache"),
+    *("--lose", "--hang", "--return", "--compile-cache"),
 )
 _ALONE = ("--keep", "--help")
 
@@ -208,6 +209,7 @@ def _parser(name: str) -> argparse.ArgumentParser:
     add("--steps", metavar="N", type=int, help="train so many steps: short for --num-steps N")
     fault = partial(add, action="append", default=[], metavar="S@STEP")
     fault("--lose", help="lose slice S, counted from 0, while STEP runs; S@12.5s: at 12.5 s")
+    fault("--hang", help="slice S answers, but finishes no step from STEP on")
     fault("--return", help="bring it back, with empty memory, when STEP is committed")
     add(
         "--compile-cache",

@@ -16,7 +16,7 @@ from typing import Any
 from elastix.arrays import Arrays
 from elastix.backends import Backend, Health, slices_of
 from elastix.checkpoints import CheckpointError, UnreadableHereError
-from elastix.classification import SliceLostError, first_line, status_code
+from elastix.classification import SliceLostError, StuckError, first_line, status_code
 from elastix.compile_cache import count_compiles
 from elastix.data import Stream
 from elastix.machine import (
@@ -47,6 +47,9 @@ from elastix.machine import (
     Snapshotted,
     Starting,
     State,
+    StepStuck,
+    Tried,
+    Try,
     WakeAt,
     Woke,
     transition,
@@ -201,6 +204,8 @@ class Driver:
                     self._saver.abandon(effect)
             case Probe():
                 self._probe(effect)
+            case Try():
+                self._guarded(self._try, effect)
             case WakeAt():
                 self._wake = effect
             case _:
@@ -235,6 +240,10 @@ class Driver:
         except SliceLostError as error:
             self._inflight.clear()
             self._emit(SlicesLost, slices=error.slices, cause=error.cause)
+        except StuckError as error:
+            during = f"step {self._inflight[0].step}" if self._inflight else str(error)
+            self._inflight.clear()
+            self._emit(StepStuck, during=during)
         except Exception as error:
             self._inflight.clear()
             self._classify(error)
@@ -285,7 +294,8 @@ class Driver:
     def _commit(self) -> None:
         """Read the oldest step in flight; what came back says which examples it consumed."""
         step = self._inflight[0]
-        results = self._backend.read(step.results, self._mesh)
+        deadline = self._policy.deadlines["step"]
+        results = self._backend.read(step.results, self._mesh, deadline)
         self._inflight.popleft()
         ids = self._arrays.consumed_ids(results.pop("example_id"))
         self._progress[step.step] = self._progress[step.step - 1].consume(ids)
@@ -329,6 +339,19 @@ class Driver:
         self._backend.check(self._mesh)
         self._arrays.snapshot(self._epoch, effect.step, self._mesh)
         self._emit(Snapshotted, step=effect.step, holders=self._mesh)
+
+    def _try(self, effect: Try) -> None:
+        """A step on each slice alone, from the seed and thrown away: who does not finish it?"""
+        stuck = set()
+        for slice_id in sorted(effect.slices):
+            alone = frozenset({slice_id})
+            try:
+                results = self._arrays.trial(alone)
+                self._backend.read(results, alone, self._policy.deadlines["step"])
+            except StuckError:
+                stuck.add(slice_id)
+        self._backend.suspend(stuck)
+        self._emit(Tried, stuck=frozenset(stuck))
 
     def _save(self, effect: Save) -> None:
         assert self._saver

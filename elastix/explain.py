@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import textwrap
 from collections.abc import Iterator
 from typing import Any
 
@@ -32,6 +33,8 @@ class _Absent:
 
 
 ABSENT = _Absent()
+_WIDTH = 80
+"""Of explanations, beside their labels."""
 _MOST = 240
 """Characters of an event's own text that are shown: a trace is long."""
 
@@ -65,7 +68,7 @@ def explain(decision: Decision) -> str:
     event = decision.event
     before, after = type(decision.before).__name__, type(decision.after).__name__
     parts = [
-        ("event", [_said(event), sentence(event)]),
+        ("event", [_said(event), *textwrap.wrap(sentence(event), _WIDTH)]),
         ("rule", rule_lines(decision)),
         ("changed", [str(c) for c in changes(decision.before, decision.after)] or ["nothing"]),
         ("effects", [words(effect) for effect in decision.effects] or ["none"]),
@@ -85,7 +88,7 @@ def explanation(decision: Decision) -> dict[str, Any]:
         "state": type(decision.before).__name__,
         "event": type(decision.event).__name__,
         "rule": decision.rule.__name__ if decision.rule else None,
-        "why": rule_lines(decision)[-1],
+        "why": " ".join(rule_lines(decision)[decision.rule is not None :]),
         "next_state": type(decision.after).__name__,
         "changed": {change.path: change.to_json() for change in found},
         "effects": encode(decision.effects),
@@ -99,7 +102,7 @@ def rule_lines(decision: Decision) -> list[str]:
         assert isinstance(decision.before, Live), "nothing is stale before and after a run"
         now = decision.before.ledger.epoch
         return [f"none: a stale answer, of epoch {decision.event.epoch} in epoch {now}, is dropped"]
-    return [rule.__name__, *filter(None, [sentence(rule)])]
+    return [rule.__name__, *textwrap.wrap(paragraph(rule), _WIDTH)]
 
 
 def changes(before: Any, after: Any, path: str = "") -> list[Change]:
@@ -166,9 +169,8 @@ def _lines_of(name: str, value: Any, owner: Any, policy: Policy) -> list[str]:
         case "sources", tuple():
             newest_first = sorted(value, key=lambda s: s.preference, reverse=True)
             return [words(source) for source in newest_first] or ["none"]
-        case "stable", tuple():
-            wanted = f"(wanted: {policy.stable_probes})"
-            return [f"{words(slice_)} {wanted}" for slice_ in value] or ["none"]
+        case _, tuple():
+            return [words(item) for item in value] or ["none"]
     return [words(value)]
 
 
@@ -206,10 +208,14 @@ def words(value: Any) -> str:
     return _said(value) if dataclasses.is_dataclass(value) else str(value)
 
 
+def paragraph(thing: Any) -> str:
+    """The first paragraph of a docstring, or nothing if there is none."""
+    return " ".join(((getattr(thing, "__doc__", "") or "").strip().partition("\n\n")[0]).split())
+
+
 def sentence(thing: Any) -> str:
-    """The first sentence of a docstring, or nothing if there is none."""
-    text = " ".join((getattr(thing, "__doc__", "") or "").split())
-    return re.split(r"(?<=\.) ", text)[0]
+    """The first sentence of a docstring."""
+    return re.split(r"(?<=\.) ", paragraph(thing))[0]
 
 
 def _said(value: Any) -> str:

@@ -32,6 +32,22 @@ class Lose:
 
 
 @dataclass(frozen=True, slots=True)
+class Hang:
+    """From step `step` or second `time` on, a slice answers probes and finishes no step, until it
+    is lost or returned."""
+
+    slice: int
+    step: int | None = None
+    time: float | None = None
+
+    def __post_init__(self) -> None:
+        _check(self)
+
+    def __str__(self) -> str:
+        return f"--hang {self.slice}@{_when(self)}"
+
+
+@dataclass(frozen=True, slots=True)
 class Return:
     """Bring a slice back, with empty memory, when step `step` commits or at second `time`."""
 
@@ -46,7 +62,7 @@ class Return:
         return f"--return {self.slice}@{_when(self)}"
 
 
-Fault = Lose | Return
+Fault = Lose | Hang | Return
 
 
 def _when(fault: Fault) -> str:
@@ -62,14 +78,14 @@ def _check(fault: Fault) -> None:
         raise ValueError(f"{fault}: use a time of 0 seconds or later")
 
 
-def parse(kind: type[Lose] | type[Return], text: str) -> Fault:
+def parse(kind: type[Fault], text: str) -> Fault:
     """`1@40` is slice 1 at step 40, `1@12.5s` is slice 1 at second 12.5.
 
     Raises:
         ValueError: the text is not of that form.
     """
     match = re.fullmatch(r"(\d+)@(?:(\d+)|(\d+(?:\.\d+)?)s)", text.strip())
-    flag = "--lose" if kind is Lose else "--return"
+    flag = f"--{kind.__name__.lower()}"
     if match is None:
         raise ValueError(f"{flag} {text!r}: write SLICE@STEP such as 1@40, or SLICE@SECONDSs")
     slice_id, step, time = match.groups()
@@ -85,15 +101,19 @@ def validate(faults: Iterable[Fault], slices: Iterable[int], num_steps: int) -> 
         ValueError: a slice that does not exist, a step after the last, a return of a slice that
             was not lost before, or a second loss without a return in between.
     """
-    known = sorted(slices)
+    known, faults = sorted(slices), sorted(faults, key=_order)
+    steps = {f.slice for f in faults if f.step is not None}
+    unordered = steps & {f.slice for f in faults if f.time is not None}
     down: dict[int, Fault] = {}
-    for fault in sorted(faults, key=_order):
+    for fault in faults:
         if fault.slice not in known:
             raise ValueError(f"{fault}: there are slices {known[0]} to {known[-1]} only")
         if fault.step is not None and fault.step > num_steps:
             raise ValueError(f"{fault}: the run has {num_steps} steps only")
-        if isinstance(fault, Lose):
-            if fault.slice in down:
+        if fault.slice in unordered:
+            continue  # which comes first, a step or a second, only the run can tell
+        if not isinstance(fault, Return):
+            if fault.slice in down and not isinstance(down[fault.slice], Hang):
                 raise ValueError(f"{fault}: slice {fault.slice} was lost before; return it first")
             down[fault.slice] = fault
         elif down.pop(fault.slice, None) is None:
@@ -126,9 +146,9 @@ class Script:
         # A virtual clock may stand still while steps run.
         return (times[len(times) // 2] if times else 0.0) or 0.1
 
-    def dispatched(self, step: int) -> list[Lose]:
-        """The losses that strike now that `step` was dispatched."""
-        return [f for f in self.pending if isinstance(f, Lose) and f.step == step]
+    def dispatched(self, step: int) -> list[Lose | Hang]:
+        """The losses and hangs that strike now that `step` was dispatched."""
+        return [f for f in self.pending if not isinstance(f, Return) and f.step == step]
 
     def committed(self, step: int, now: float) -> list[Return]:
         """The returns that are due now that `step` committed at second `now`."""

@@ -73,13 +73,17 @@ class Program:
         """The step lowered for `slices`, from shapes alone."""
         mesh = self.mesh(slices)
         step = self._step(mesh, self.spec.specs(self._rules, mesh))
-        batch = self._arrange({k: np.zeros(s, d) for k, (s, d) in self._sample.items()}, mesh)
+        batch = self._arrange(self.zeros(), mesh)
         abstract = {
             k: jax.ShapeDtypeStruct(v.shape, v.dtype, sharding=_batch_sharding(v, mesh))
             for k, v in batch.items()
         }
         state = self.spec.abstract(self.shardings(slices))
         return jax.jit(step, donate_argnums=0 if self.donates else ()).lower(state, abstract)
+
+    def zeros(self) -> Batch:
+        """A global batch of the stream's shapes, all zero."""
+        return {name: np.zeros(shape, dtype) for name, (shape, dtype) in self._sample.items()}
 
     def put_batch(self, batch: Batch, slices: Slices) -> Leaves:
         """A global batch on the mesh of `slices`, replica by replica."""

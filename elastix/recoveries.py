@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from elastix.machine import (
     Committed,
+    Diagnosing,
     Dispatched,
     Event,
     Finishing,
@@ -16,18 +17,14 @@ from elastix.machine import (
     SlicesLost,
     Starting,
     State,
+    StepStuck,
     Training,
+    Tried,
     Waiting,
 )
 
 PHASES = ("detect", "wait", "restore", "compile", "first_step")
 """Where the seconds of a recovery go, in their order."""
-
-
-CAUSES = {
-    "regrow": "the slices answer probes again",
-    "leave": "a notice that the slices will be taken away",
-}
 
 
 @dataclass
@@ -87,20 +84,21 @@ class Recoveries:
 
     def _leave(self, before: State, event: Event, after: State) -> None:
         """A mesh was given up: a recovery begins, or the open one goes on."""
-        if isinstance(before, Starting) or not isinstance(after, Waiting | Restoring):
+        if isinstance(before, Starting) or not isinstance(after, Diagnosing | Waiting | Restoring):
             return
         old: Slices = getattr(before, "mesh", frozenset())
         lost = self._lost(event) & old
         if isinstance(before, Training | Finishing):
             committed = event.step if isinstance(event, Committed) else before.train_state.step
-            kind = "loss" if lost else "leave" if before.ledger.noticed & old else "regrow"
-            self.open = Recovery(kind, _cause(event) if lost else CAUSES[kind], committed)
+            kind, cause = _kind(before, event, lost)
+            self.open = Recovery(kind, cause, committed)
             if isinstance(before, Training):
                 self.open.steps_abandoned = before.dispatched - committed
             failed_at = self._dispatched_at.get(committed + 1, event.at)
-            self._add("detect", event.at - failed_at if lost else 0.0)
+            self._add("detect", event.at - failed_at if kind in ("loss", "stuck") else 0.0)
             self._old_mesh, self._mark = old, event.at
-        if self.open:
+        if self.open and lost:
+            self.open.kind = "loss"
             self.open.lost = sorted({*self.open.lost, *lost})
 
     def _lost(self, event: Event) -> Slices:
@@ -108,13 +106,14 @@ class Recoveries:
             return event.slices
         if isinstance(event, Probed):
             return event.emptied | event.down
-        return frozenset()
+        return event.stuck if isinstance(event, Tried) else frozenset()
 
     def _follow(self, before: State, event: Event, after: State) -> None:
         if not self.open:
             return
-        if isinstance(before, Waiting) and not isinstance(after, Waiting):
-            self._add("wait", event.at - self._mark)
+        if isinstance(before, Waiting | Diagnosing) and type(after) is not type(before):
+            phase = "wait" if isinstance(before, Waiting) else "detect"
+            self._add(phase, event.at - self._mark)
             self._mark = event.at
         if isinstance(after, Restoring):
             self.open.source = str(after.source.tier)
@@ -142,7 +141,12 @@ class Recoveries:
         self.open.seconds[phase] += max(0.0, seconds)
 
 
-def _cause(event: Event) -> str:
-    if isinstance(event, SlicesLost):
-        return event.cause
-    return "a probe"
+def _kind(before: Training | Finishing, event: Event, lost: Slices) -> tuple[str, str]:
+    """(kind, how it was noticed) of a recovery that begins with this event."""
+    if isinstance(event, StepStuck):
+        return "stuck", f"{event.during} did not finish in its time"
+    if lost:
+        return "loss", event.cause if isinstance(event, SlicesLost) else "a probe"
+    if before.ledger.noticed & before.mesh:
+        return "leave", "a notice that the slices will be taken away"
+    return "regrow", "the slices answer probes again"

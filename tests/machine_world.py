@@ -40,8 +40,11 @@ from elastix.machine import (
     Started,
     Starting,
     State,
+    StepStuck,
     Tier,
     Training,
+    Tried,
+    Try,
     Waiting,
     WakeAt,
     Woke,
@@ -80,6 +83,8 @@ class World:
     rotten: frozenset[int] = frozenset()
     """Checkpoints on disk that would not load."""
     unpublished: frozenset[int] = frozenset()
+    hung: Slices = frozenset()
+    """Slices that answer probes, and never finish a step."""
     rules: Callable[[State, Event, Policy], tuple[State, tuple[Effect, ...]]] = transition
     """The machine; a test of the search puts a defective one here."""
 
@@ -124,9 +129,13 @@ def happenings(world: World) -> Iterator[Choice]:
     """What the world does by itself: losses and rot cost a fault, returns are free."""
     for slice_id, state in enumerate(world.health):
         if state == DOWN:
-            yield f"return {slice_id}", with_health(world, slice_id, EMPTIED)
+            back = replace(world, hung=world.hung - {slice_id})
+            yield f"return {slice_id}", with_health(back, slice_id, EMPTIED)
         elif world.faults:
             yield f"lose {slice_id}", lose(world, slice_id)
+            if slice_id not in world.hung:
+                hung = world.hung | {slice_id}
+                yield f"hang {slice_id}", replace(world, hung=hung, faults=world.faults - 1)
     if world.faults and world.disk - world.rotten:
         rotten = world.rotten | {max(world.disk - world.rotten)}
         yield "rot", replace(world, rotten=rotten, faults=world.faults - 1)
@@ -156,10 +165,12 @@ def with_health(world: World, slice_id: int, health: str) -> World:
 
 def lose(world: World, slice_id: int) -> World:
     """The slice's memory is gone, on devices and on the host."""
-    world = with_health(world, slice_id, DOWN)
+    return wipe(replace(with_health(world, slice_id, DOWN), faults=world.faults - 1), slice_id)
+
+
+def wipe(world: World, slice_id: int) -> World:
     return replace(
         world,
-        faults=world.faults - 1,
         device=frozenset(d for d in world.device if d[0] != slice_id),
         memory=frozenset(m for m in world.memory if m[0] != slice_id),
     )
@@ -201,6 +212,8 @@ def wait(world: World) -> Iterator[Choice]:
         gone = world.gone(world.mesh)
         if gone:
             yield "read fails", lost(world, gone)
+        elif world.mesh & world.hung:
+            yield "stuck", answer(replace(world, inflight=()), StepStuck, during="a step")
         else:
             step, rest = world.inflight[0], world.inflight[1:]
             yield "commit", answer(replace(world, inflight=rest), Committed, step=step)
@@ -236,6 +249,8 @@ def obey(world: World, effect: Effect) -> Iterator[Choice]:
             yield "abandon", replace(world, saves=kept, disk=world.disk - {effect.step})
         case Probe():
             yield from probe(world, effect.slices)
+        case Try():
+            yield "try", attempt(world, effect.slices)
         case WakeAt():
             yield "wake at", replace(world, wake=effect)
 
@@ -247,6 +262,17 @@ def probe(world: World, slices: Slices) -> Iterator[Choice]:
     if isinstance(world.machine, Waiting):
         late = replace(world.events[-1], at=LATE)
         yield "probe after every deadline", replace(world, events=(*world.events[:-1], late))
+
+
+def attempt(world: World, slices: Slices) -> World:
+    """Each slice alone; what does not finish is out of use until it drains, which is a return."""
+    gone = world.gone(slices)
+    if gone:
+        return lost(world, gone)
+    stuck = slices & world.hung
+    for slice_id in stuck:
+        world = wipe(with_health(world, slice_id, DOWN), slice_id)
+    return answer(world, Tried, stuck=stuck)
 
 
 def prepare(world: World, effect: Prepare) -> Iterator[Choice]:
@@ -366,7 +392,7 @@ def explore(first: World) -> Explored:
             try:
                 for name, nxt in successors(world):
                     stuck = stuck and name.startswith(
-                        ("lose", "return", "rot", "preempt", "notice")
+                        ("lose", "return", "rot", "preempt", "notice", "hang")
                     )
                     result.transitions += 1
                     note(result, world, name, nxt)

@@ -12,6 +12,7 @@ from elastix.machine import (
     Committed,
     ControllerLost,
     DataFailed,
+    Diagnosing,
     Dispatched,
     Done,
     Event,
@@ -44,9 +45,12 @@ from elastix.machine import (
     Started,
     Starting,
     State,
+    StepStuck,
     Tier,
     Training,
     TrainStateName,
+    Tried,
+    Try,
     Waiting,
     WakeAt,
     Woke,
@@ -299,6 +303,71 @@ def restoring_preemption_noticed():
     assert isinstance(state, Finishing) and state.why == "preempted"
 
 
+def diagnosing(stuck: int = 1, **changes) -> Diagnosing:
+    return Diagnosing(changes.pop("ledger", None) or ledger(stuck=stuck), ALL, "step 46")
+
+
+def training_step_stuck():
+    state, effects = on(training(45, 47), StepStuck, during="step 46")
+    assert state == Diagnosing(ledger(stuck=1, epoch=EPOCH + 1), ALL, "step 46")
+    assert effects == (Probe(EPOCH + 1, ALL),)
+
+
+def restoring_step_stuck():
+    state, effects = on(restoring(), StepStuck, during="restoring")
+    assert isinstance(state, Diagnosing) and effects == (Probe(EPOCH + 1, ALL),)
+
+
+def finishing_step_stuck():
+    state, _ = on(finishing(), StepStuck, during="a snapshot")
+    assert isinstance(state, Diagnosing) and state.during == "a snapshot"
+
+
+def diagnosing_probed():
+    state, _ = on(diagnosing(), Probed, up=slices(0, 1, 3), down=slices(2))
+    assert isinstance(state, Restoring) and state.mesh == slices(0, 1, 3), "a culprit is lost"
+    state, _ = on(diagnosing(), Probed, up=ALL)
+    assert isinstance(state, Restoring) and state.mesh == ALL, "no culprit: once more"
+    state, effects = on(diagnosing(stuck=2), Probed, up=ALL)
+    assert isinstance(state, Diagnosing) and effects == (Try(EPOCH, ALL),)
+
+
+def diagnosing_tried():
+    state, _ = on(diagnosing(stuck=2), Tried, stuck=slices(3))
+    assert isinstance(state, Restoring) and state.mesh == slices(0, 1, 2)
+    state, _ = on(diagnosing(stuck=2), Tried)
+    assert isinstance(state, Failed) and state.reason.startswith("stuck: step 46 did not finish")
+
+
+def diagnosing_slices_lost():
+    state, _ = on(diagnosing(), SlicesLost, slices=slices(1))
+    assert isinstance(state, Restoring) and state.mesh == slices(0, 2, 3)
+
+
+def diagnosing_saved():
+    state, _ = on(diagnosing(ledger=ledger(saving=Saving(40, 2, 1))), Saved, step=40, epoch=2)
+    assert isinstance(state, Diagnosing) and disk(40) in state.ledger.sources
+
+
+def diagnosing_save_failed():
+    before = diagnosing(ledger=ledger(saving=Saving(40, 2, 1)))
+    state, _ = on(before, SaveFailed, step=40, epoch=2, reason="x")
+    assert isinstance(state, Diagnosing) and state.ledger.saving is None
+
+
+def diagnosing_program_failed():
+    assert on(diagnosing(), ProgramFailed, reason="boom") == (Failed("boom"), ())
+
+
+def diagnosing_controller_lost():
+    assert isinstance(on(diagnosing(), ControllerLost, reason="x")[0], Failed)
+
+
+def diagnosing_preemption_noticed():
+    state, effects = on(diagnosing(), PreemptionNoticed)
+    assert isinstance(state, Diagnosing) and state.ledger.draining and effects == ()
+
+
 def finishing_snapshotted():
     state, effects = on(finishing(), Snapshotted, step=100, holders=ALL)
     assert state.ledger.saving == Saving(100, EPOCH, 0)
@@ -460,6 +529,18 @@ def test_a_standby_takes_over_at_once_the_longest_stable_first():
     book = ledger(stable=(Stable(2, 2, 90.0), Stable(3, 2, 80.0)))
     state, _ = on(training(45, mesh=slices(0, 1), ledger=book), SlicesLost, policy, slices={0})
     assert state.mesh == slices(1, 3)
+
+
+def test_a_step_that_is_stuck_again_after_a_commit_gets_its_retry_again():
+    state, _ = on(training(45, 46, ledger=ledger(stuck=1)), Committed, step=46)
+    assert state.ledger.stuck == 0
+
+
+def test_a_stuck_step_looks_back_as_the_policy_says():
+    policy = replace(POLICY, lookback="live")
+    state, _ = on(training(45, 47), StepStuck, policy, during="step 46")
+    state, _ = on(state, Probed, policy, up=ALL, epoch=EPOCH + 1)
+    assert state.source == Source(Tier.LIVE, 45, EPOCH, ALL)
 
 
 # --- regrow ---------------------------------------------------------------------------------------

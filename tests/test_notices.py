@@ -106,7 +106,7 @@ def test_nobody_to_notify(tmp_path, capsys):
     assert json.loads((run_dir / "summary.json").read_text())["outcome"] == "done"
 
 
-# --- signals that come while the run is somewhere else ---------------------------------------------
+# --- signals that come while the run is somewhere else --------------------------------------
 
 
 def test_a_signal_is_heard_while_the_run_is_blocked_and_the_grace_time_ends_it():

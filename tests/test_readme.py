@@ -14,6 +14,7 @@ import pytest
 
 import elastix
 from elastix.cli import main
+from elastix.notices import notify_main
 from elastix.recoveries import Recovery
 from elastix.report import recovery_block
 from tests.recipes import tiny
@@ -39,6 +40,10 @@ def runs_elastix(words: list[str], tmp_path: Path) -> None:
     swapped = [
         "tests.test_readme:long_recipe" if w.startswith("recipes/") else w for w in words[1:]
     ]
+    if words[1] == "notify":  # its options are right, only nobody runs there
+        with pytest.raises(ValueError, match="is no run directory"):
+            notify_main([str(tmp_path), *words[3:]])
+        return
     if words[1] == "run":
         swapped += ["--run-dir", str(tmp_path / "run")]
     assert main(swapped) == 0

@@ -109,11 +109,11 @@ def test_a_read_raises_data_loss_and_a_dispatch_only_if_the_loss_surfaces_there(
     sim.lose(1, surfaces="read")
     sim.check([0, 1])
     with pytest.raises(jax.errors.JaxRuntimeError, match=r"^DATA_LOSS: slice 1 is gone"):
-        sim.read(result, [0, 1])
+        sim.read(result, [0, 1], 60.0)
     sim.lose(2, surfaces="dispatch")
     with pytest.raises(jax.errors.JaxRuntimeError, match=r"^DATA_LOSS: slice 2 is gone"):
         sim.check([0, 2])
-    np.testing.assert_array_equal(sim.read(result, [0]), np.asarray(result))
+    np.testing.assert_array_equal(sim.read(result, [0], 60.0), np.asarray(result))
 
 
 def test_a_slice_that_came_back_unseen_has_lost_what_was_in_flight():
@@ -121,7 +121,7 @@ def test_a_slice_that_came_back_unseen_has_lost_what_was_in_flight():
     result = to_devices({"x": VALUES}, {"x": sharding(sim, [0, 1])})["x"]
     sim.lose(1)
     sim.give_back(1)
-    for touch in (lambda: sim.read(result, [0, 1]), lambda: sim.check([0, 1])):
+    for touch in (lambda: sim.read(result, [0, 1], 60.0), lambda: sim.check([0, 1])):
         with pytest.raises(jax.errors.JaxRuntimeError, match=r"^DATA_LOSS: slice 1 is gone"):
             touch()
     sim.admit([1])
@@ -131,7 +131,7 @@ def test_a_slice_that_came_back_unseen_has_lost_what_was_in_flight():
 def test_what_was_read_survives_the_loss_of_the_slice():
     sim = backend()
     result = to_devices({"x": VALUES}, {"x": sharding(sim, [0])})["x"]
-    value = sim.read(result, [0])
+    value = sim.read(result, [0], 60.0)
     sim.lose(0)
     np.testing.assert_array_equal(value, VALUES)
 

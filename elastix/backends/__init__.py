@@ -59,8 +59,17 @@ class Backend(Protocol):
         """A step was committed."""
         ...
 
-    def read(self, results: Any, slices: Iterable[int]) -> Any:
-        """Wait for results and bring them to the host, as values that share no device memory."""
+    def read(self, results: Any, slices: Iterable[int], deadline: float) -> Any:
+        """Wait for results and bring them to the host, as values that share no device memory.
+
+        Raises:
+            StuckError: they did not come within `deadline` seconds. A loss that is known by then
+                is raised instead, at once.
+        """
+        ...
+
+    def suspend(self, slices: Iterable[int]) -> None:
+        """These slices do not finish what they were given: they count as down until they do."""
         ...
 
     def script_faults(self, faults: Sequence[Fault], num_steps: int) -> None:

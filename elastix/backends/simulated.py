@@ -17,7 +17,8 @@ import jax
 import numpy as np
 
 from elastix.backends import Health
-from elastix.faults import Fault, Lose, Script, validate
+from elastix.classification import StuckError
+from elastix.faults import Fault, Hang, Lose, Return, Script, validate
 from elastix.snapshots import HostCopy
 
 _CANARY = 0x5EED
@@ -89,6 +90,8 @@ class SimulatedBackend:
         self.script = Script(faults)
         self._dead: dict[int, str] = {}
         """Lost slices, and where the loss surfaces: at the next `dispatch`, or at a `read`."""
+        self._hung: set[int] = set()
+        self._suspended: set[int] = set()
         self._emptied: set[int] = set()
         """Slices that came back, and hold nothing until they are admitted."""
         self._memory: dict[int, dict[int, HostCopy]] = {s: {} for s in self.devices}
@@ -131,7 +134,7 @@ class SimulatedBackend:
         return {s: self._health(s) for s in slices}
 
     def _health(self, slice_id: int) -> Health:
-        if slice_id in self._dead:
+        if slice_id in self._dead or slice_id in self._suspended:
             return Health.DOWN
         intact = all(int(np.asarray(c)) == _CANARY for c in self._canaries[slice_id])
         return Health.UP if intact else Health.EMPTIED
@@ -151,12 +154,33 @@ class SimulatedBackend:
         if noticed:
             raise _data_loss(noticed, "dispatch")
 
-    def read(self, results: Any, slices: Iterable[int]) -> Any:
+    def read(self, results: Any, slices: Iterable[int], deadline: float) -> Any:
         ids = tuple(slices)
         self._raise_if_dead(ids)
+        if self._hung.intersection(ids):
+            self._withhold(ids, deadline)
         values = jax.tree.map(lambda x: np.array(x, copy=True), jax.device_get(results))
         self._raise_if_dead(ids)
         return values
+
+    def _withhold(self, slices: Sequence[int], deadline: float) -> None:
+        """Let time pass until the deadline, or until a loss is known or the hang is over."""
+        give_up = self.now() + deadline
+        while self._hung.intersection(slices):
+            left = give_up - self.now()
+            if left <= 0:
+                hung = ", ".join(map(str, sorted(self._hung.intersection(slices))))
+                raise StuckError(f"no result after {deadline:g} s (slice {hung} hangs)")
+            self.idle(min(left, 0.1))
+            self._raise_if_dead(slices)
+
+    def suspend(self, slices: Iterable[int]) -> None:
+        self._suspended.update(self._hung.intersection(slices))
+
+    def hang(self, slice_id: int) -> None:
+        """From now on the slice answers probes and finishes no step, until it is lost or
+        returned."""
+        self._hung.add(slice_id)
 
     def _raise_if_dead(self, slices: Sequence[int]) -> None:
         dead = [s for s in slices if s in self._dead or s in self._emptied]
@@ -171,6 +195,8 @@ class SimulatedBackend:
     def lose(self, slice_id: int, surfaces: str = "dispatch") -> None:
         """Kill a slice: what its devices and its host memory hold is overwritten."""
         self._dead[slice_id] = surfaces
+        self._hung.discard(slice_id)
+        self._suspended.discard(slice_id)
         self._wipe(slice_id)
 
     def give_back(self, slice_id: int) -> None:
@@ -178,26 +204,32 @@ class SimulatedBackend:
         self._wipe(slice_id)
         self._memory[slice_id].clear()
         self._dead.pop(slice_id, None)
+        self._hung.discard(slice_id)
+        self._suspended.discard(slice_id)
         self._emptied.add(slice_id)
 
-    def _strike(self, losses: Iterable[Lose]) -> None:
+    def _strike(self, losses: Iterable[Lose | Hang]) -> None:
         for fault in losses:
-            if fault.slice not in self._dead:
+            if fault.slice in self._dead:
+                continue
+            if isinstance(fault, Hang):
+                self.hang(fault.slice)
+            else:
                 self.lose(fault.slice, fault.surfaces)
-                self.script.struck(fault)
+            self.script.struck(fault)
 
     def _bring_back(self, returns: Iterable[Fault]) -> None:
         for fault in returns:
-            if fault.slice in self._dead:
+            if fault.slice in self._dead or fault.slice in self._hung:
                 self.give_back(fault.slice)
                 self.script.struck(fault)
 
     def _strike_timed(self) -> None:
         for fault in self.script.timed_due(self.now()):
-            if isinstance(fault, Lose):
-                self._strike([fault])
-            else:
+            if isinstance(fault, Return):
                 self._bring_back([fault])
+            else:
+                self._strike([fault])
 
     def _wipe(self, slice_id: int) -> None:
         overwrite(jax.live_arrays(), self.devices[slice_id])

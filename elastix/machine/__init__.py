@@ -28,13 +28,17 @@ from elastix.machine.messages import (
     SnapshotMissing,
     Snapshotted,
     Started,
+    StepStuck,
+    Tried,
+    Try,
     WakeAt,
     Woke,
 )
 from elastix.machine.naming import named_snapshots, names_train_state
 from elastix.machine.policy import Policy
-from elastix.machine.rules import TABLE, is_stale, transition
+from elastix.machine.table import TABLE, is_stale, transition
 from elastix.machine.values import (
+    Diagnosing,
     Done,
     Failed,
     Finishing,
@@ -63,6 +67,7 @@ __all__ = [
     "ControllerLost",
     "DataFailed",
     "Dispatched",
+    "Diagnosing",
     "Done",
     "Effect",
     "Event",
@@ -90,6 +95,9 @@ __all__ = [
     "Slices",
     "SlicesLost",
     "Snapshot",
+    "StepStuck",
+    "Tried",
+    "Try",
     "SnapshotMissing",
     "Snapshotted",
     "Source",

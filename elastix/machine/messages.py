@@ -145,6 +145,20 @@ class PreemptionNoticed(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class StepStuck(Event):
+    """What was asked for did not finish before its deadline; `during` names it."""
+
+    during: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tried(Event):
+    """Each slice tried a step alone; `stuck` did not finish it."""
+
+    stuck: Slices = frozenset()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Woke(Event):
     """The time asked for by `WakeAt` has come."""
 
@@ -203,6 +217,13 @@ class Abandon(Effect):
 @dataclass(frozen=True, slots=True)
 class Probe(Effect):
     """Ask these slices for their canaries. Answer: Probed."""
+
+    slices: Slices
+
+
+@dataclass(frozen=True, slots=True)
+class Try(Effect):
+    """Let each of these slices do one step alone, in its time. Answer: Tried."""
 
     slices: Slices
 

@@ -25,7 +25,8 @@ class Policy:
     patience: float = 0.0
     """After a loss that leaves `min_slices`, seconds to wait for a return before going on."""
     deadline: float = 1800.0
-    """Seconds to wait below `min_slices`, from the first moment below, before the run fails."""
+    """Seconds to wait below `min_slices`, from the first moment below, before the run fails.
+    All other deadlines are shares of it (`deadlines`)."""
     lookback: Literal["live", "host"] = "host"
     """After a loss, go back to the last committed step on the surviving devices (`live`: costs
     `inflight` more device copies of the state, redoes nothing) or to the last host snapshot."""
@@ -47,6 +48,12 @@ class Policy:
     """Seconds that the whole job has to end by itself after it was asked to stop."""
     on_nonfinite: Literal["fail", "continue"] = "fail"
     """What a loss or gradient that is not finite does to the run."""
+
+    @property
+    def deadlines(self) -> dict[str, float]:
+        """Seconds for each thing that is waited for, all from the one budget `deadline`."""
+        shares = {"wait": 1, "compile": 2, "save": 6, "step": 30, "probe": 180}
+        return {name: self.deadline / share for name, share in shares.items()}
 
     def __post_init__(self) -> None:
         self._at_least("min_slices", 1)

@@ -1,4 +1,4 @@
-"""The rules of the machine and its table.
+"""The rules of the machine, one for each thing that can happen in a state.
 
 A rule takes (state, event, policy) and returns (state, effects). Rules are total functions of
 values: no clock, no device, no randomness, so every history can be enumerated and replayed.
@@ -6,15 +6,27 @@ values: no clock, no device, no randomness, so every history can be enumerated a
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 
+from elastix.machine.ledger import (
+    NONE,
+    Effects,
+    below,
+    checkpoint_due,
+    choose_mesh,
+    forgive,
+    health,
+    host_source,
+    newest_snapshot,
+    save,
+    snapshot_due,
+    steadier,
+)
 from elastix.machine.messages import (
     Committed,
     ControllerLost,
     DataFailed,
     Dispatched,
-    Event,
     PreemptionNoticed,
     Prepared,
     Probe,
@@ -28,12 +40,17 @@ from elastix.machine.messages import (
     SnapshotMissing,
     Snapshotted,
     Started,
+    StepStuck,
+    Tried,
+    Try,
     WakeAt,
     Woke,
 )
-from elastix.machine.policy import Policy
+from elastix.machine.policy import (
+    Policy,
+)
 from elastix.machine.values import (
-    Done,
+    Diagnosing,
     Failed,
     Finishing,
     Leaving,
@@ -43,32 +60,20 @@ from elastix.machine.values import (
     Restoring,
     Saving,
     Source,
-    Stable,
     Starting,
-    State,
     Tier,
     Training,
     TrainStateName,
     Waiting,
 )
 from elastix.machine.verbs import (
-    NONE,
-    Effects,
     Step,
     advance,
-    below,
-    checkpoint_due,
-    choose_mesh,
     conclude,
-    forget,
-    forgive,
-    host_source,
+    keep_live,
     lose,
-    probes_needed,
     restore,
     resume_or_wait,
-    save,
-    snapshot_due,
     stop_waiting,
     wants_regrow,
     watch,
@@ -133,6 +138,7 @@ def commit(state: Training, event: Committed, policy: Policy) -> Step:
         state.ledger,
         sources=newest_snapshot(state.ledger.sources),
         losses=0,
+        stuck=0,
         data_failures=0,
         below_since=None,
     )
@@ -141,12 +147,6 @@ def commit(state: Training, event: Committed, policy: Policy) -> Step:
         state, ledger=ledger, committed=event.step, train_state=name, iterator_state=event.step
     )
     return advance(state, event, policy)
-
-
-def newest_snapshot(sources: tuple[Source, ...]) -> tuple[Source, ...]:
-    """The sources, without host snapshots older than the newest."""
-    newest = max((s.step for s in sources if s.tier is Tier.HOST), default=0)
-    return tuple(s for s in sources if s.tier is not Tier.HOST or s.step == newest)
 
 
 def publish(state: Training | Finishing, event: Snapshotted, policy: Policy) -> Step:
@@ -227,20 +227,6 @@ def probed(state: Training, event: Probed, policy: Policy) -> Step:
     return state, (*effects, WakeAt(ledger.epoch, event.at + policy.probe_every))
 
 
-def steadier(ledger: Ledger, slice_id: int, at: float, policy: Policy) -> Stable:
-    """One more probe in a row found this slice up."""
-    before = ledger.stability(slice_id) or Stable(slice_id, 0, at)
-    return replace(before, probes=min(before.probes + 1, probes_needed(ledger, slice_id, policy)))
-
-
-def health(ledger: Ledger, event: Probed) -> tuple[Ledger, Effects]:
-    """What a probe says of who is up. A slice that was emptied answers, and holds nothing."""
-    ledger, effects = forget(ledger, event.emptied | event.down)
-    leaving = tuple(n for n in ledger.leaving if n.until > event.at)
-    ledger = replace(ledger, leaving=leaving)
-    return replace(ledger, up=(ledger.up | event.up | event.emptied) - ledger.noticed), effects
-
-
 def woke(state: Training, event: Woke, policy: Policy) -> Step:
     return state, watch(state)
 
@@ -282,6 +268,33 @@ def finishing_woke(state: Finishing, event: Woke, policy: Policy) -> Step:
     return state, NONE
 
 
+def stuck(state: Training | Restoring | Finishing, event: StepStuck, policy: Policy) -> Step:
+    """Something did not finish in its time, and nobody reported a loss: ask everyone."""
+    ledger = state.ledger
+    if not isinstance(state, Restoring):
+        ledger = keep_live(state, frozenset(), ledger, policy)
+    ledger = replace(ledger, stuck=ledger.stuck + 1, epoch=ledger.epoch + 1, stable=())
+    return Diagnosing(ledger, state.mesh, event.during), (Probe(ledger.epoch, state.mesh),)
+
+
+def diagnosed(state: Diagnosing, event: Probed, policy: Policy) -> Step:
+    """A culprit is lost. If there is none: once more from the lookback, then each slice alone."""
+    gone = (event.emptied | event.down) & state.mesh
+    if gone:
+        return lose(state, gone, event, policy)
+    if state.ledger.stuck == 1:
+        return restore(state.ledger, state.mesh)
+    return state, (Try(state.ledger.epoch, state.mesh),)
+
+
+def tried(state: Diagnosing, event: Tried, policy: Policy) -> Step:
+    """Slices that do not finish a step alone are lost; if all do, nobody knows what is wrong."""
+    if event.stuck:
+        return lose(state, event.stuck, event, policy)
+    each = "though every slice answers and finishes a step alone"
+    return Failed(f"stuck: {state.during} did not finish twice, {each}"), NONE
+
+
 def program_failed(state: Live, event: ProgramFailed, policy: Policy) -> Step:
     return Failed(event.reason), NONE
 
@@ -317,56 +330,3 @@ def drain(state: Live, event: PreemptionNoticed, policy: Policy) -> Step:
     if isinstance(state, Waiting):
         return stop_waiting(state.ledger), NONE
     return advance(state, event, policy) if isinstance(state, Training) else (state, NONE)
-
-
-Rule = Callable[..., Step]
-
-TABLE: dict[tuple[type, type], Rule] = {
-    (Starting, Started): start,
-    (Training, Dispatched): dispatch,
-    (Training, Committed): commit,
-    (Training, Snapshotted): publish,
-    (Training, Probed): probed,
-    (Training, Woke): woke,
-    (Training, DataFailed): data_failed,
-    (Waiting, Probed): waiting_probed,
-    (Waiting, Woke): waiting_woke,
-    (Restoring, Prepared): prepared,
-    (Restoring, SnapshotMissing): fall_back,
-    (Restoring, RestoreFailed): fall_back,
-    (Finishing, Snapshotted): publish,
-    (Finishing, Probed): finishing_probed,
-    (Finishing, Woke): finishing_woke,
-}
-for _live in (Training, Waiting, Restoring, Finishing):
-    TABLE[_live, SlicesLost] = slices_lost
-    TABLE[_live, Saved] = saved
-    TABLE[_live, SaveFailed] = save_failed
-    TABLE[_live, ControllerLost] = controller_lost
-    TABLE[_live, PreemptionNoticed] = preempt
-for _running in (Training, Restoring, Finishing):
-    TABLE[_running, ProgramFailed] = program_failed
-
-
-def transition(state: State, event: Event, policy: Policy) -> Step:
-    """The next state and what to do, for one event.
-
-    An answer from an older epoch is dropped, a finished save excepted: it counts whatever epoch
-    it began in.
-
-    Raises:
-        ProtocolError: the table has no row for this state and event.
-    """
-    if is_stale(state, event):
-        return state, NONE
-    rule = TABLE.get((type(state), type(event)))
-    if rule is None:
-        raise ProtocolError(f"no rule for {type(event).__name__} in {type(state).__name__}")
-    return rule(state, event, policy)
-
-
-def is_stale(state: State, event: Event) -> bool:
-    """Whether `event` answers an effect of an epoch that has ended."""
-    if isinstance(state, Starting | Done | Failed):
-        return False
-    return event.epoch < state.ledger.epoch and not isinstance(event, Saved | SaveFailed)

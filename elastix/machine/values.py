@@ -113,6 +113,8 @@ class Ledger:
     saving: Saving | None = None
     save_owed: bool = False
     losses: int = 0
+    stuck: int = 0
+    """Times in a row that something did not finish, without a committed step in between."""
     data_failures: int = 0
     below_since: float | None = None
     stable: tuple[Stable, ...] = ()
@@ -175,6 +177,15 @@ class Restoring:
 
 
 @dataclass(frozen=True, slots=True)
+class Diagnosing:
+    """Something on `mesh` did not finish in its time (`during` says what): who is to blame?"""
+
+    ledger: Ledger
+    mesh: Slices
+    during: str
+
+
+@dataclass(frozen=True, slots=True)
 class Finishing:
     """The last step is committed; its snapshot and its checkpoint are not yet."""
 
@@ -201,5 +212,5 @@ class Failed:
     reason: str
 
 
-Live = Training | Waiting | Restoring | Finishing
+Live = Training | Waiting | Restoring | Diagnosing | Finishing
 State = Starting | Live | Done | Failed

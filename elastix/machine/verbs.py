@@ -6,28 +6,36 @@ Each takes values and returns (state, effects); none looks at a clock or a devic
 from __future__ import annotations
 
 from dataclasses import replace
-from math import inf
 
+from elastix.machine.ledger import (
+    NONE,
+    Effects,
+    below,
+    choose_mesh,
+    forget,
+    host_source,
+    mark_flaps,
+    most_slices,
+    on_disk,
+    probes_needed,
+    save,
+)
 from elastix.machine.messages import (
-    Abandon,
-    Effect,
     Event,
     Prepare,
     Probe,
     RunStep,
-    Save,
     Snapshot,
 )
 from elastix.machine.policy import Policy
 from elastix.machine.values import (
+    Diagnosing,
     Done,
     Failed,
     Finishing,
-    Flap,
     Ledger,
     Live,
     Restoring,
-    Saving,
     Slices,
     Source,
     State,
@@ -36,9 +44,7 @@ from elastix.machine.values import (
     Waiting,
 )
 
-Effects = tuple[Effect, ...]
 Step = tuple[State, Effects]
-NONE: Effects = ()
 
 
 # --- restore, wait, lose, regrow: the four verbs ---------------------------------------------
@@ -101,48 +107,11 @@ def leave(state: Training, event: Event, policy: Policy) -> Step:
 # --- what the verbs are made of ---------------------------------------------------------------
 
 
-def forget(ledger: Ledger, slices: Slices) -> tuple[Ledger, Effects]:
-    """Drop `slices` from health and holders; abandon the save that reads from one of them."""
-    effects: Effects = ()
-    kept = (replace(s, holders=s.holders - slices) if s.holders else s for s in ledger.sources)
-    sources = tuple(s for s in kept if s.holders or s.tier in (Tier.DISK, Tier.SEED))
-    if ledger.saving and ledger.saving.holder in slices:
-        effects = (Abandon(ledger.saving.epoch, ledger.saving.step),)
-        ledger = replace(ledger, saving=None, save_owed=True)
-    return replace(
-        ledger,
-        up=ledger.up - slices,
-        sources=sources,
-        stable=tuple(s for s in ledger.stable if s.slice_id not in slices),
-        leaving=tuple(n for n in ledger.leaving if n.slice_id not in slices),
-    ), effects
-
-
 def with_live(state: Training | Finishing, holders: Slices) -> Ledger:
     """The ledger in which the committed state, as `holders` have it, is a source."""
     name = state.train_state
     live = Source(Tier.LIVE, name.step, name.epoch, holders)
     return replace(state.ledger, sources=(*state.ledger.sources, live))
-
-
-def mark_flaps(ledger: Ledger, slices: Slices) -> Ledger:
-    """Count one more loss for each of these slices."""
-    counts = {f.slice_id: f.losses for f in ledger.flaps}
-    counts |= {s: counts.get(s, 0) + 1 for s in slices}
-    return replace(ledger, flaps=tuple(Flap(s, n) for s, n in sorted(counts.items())))
-
-
-def forgive(ledger: Ledger) -> Ledger:
-    """A checkpoint was written: one loss less is held against each slice."""
-    flaps = tuple(Flap(f.slice_id, f.losses - 1) for f in ledger.flaps if f.losses > 1)
-    return replace(ledger, flaps=flaps)
-
-
-def probes_needed(ledger: Ledger, slice_id: int, policy: Policy) -> int:
-    """Good probes in a row before a slice is taken back: doubled with each loss but the first,
-    up to 64 times."""
-    losses = next((f.losses for f in ledger.flaps if f.slice_id == slice_id), 0)
-    return policy.stable_probes * 2 ** min(max(losses - 1, 0), 6)
 
 
 def keep_live(state: Live, lost: Slices, ledger: Ledger, policy: Policy) -> Ledger:
@@ -161,28 +130,9 @@ def resume_or_wait(ledger: Ledger, mesh: Slices, event: Event, policy: Policy) -
     return restore(ledger, choose_mesh(ledger, mesh, policy))
 
 
-def below(ledger: Ledger, at: float, policy: Policy) -> Ledger:
-    """Note the first moment with fewer than `min_slices`; a committed step forgets it."""
-    if len(ledger.up) >= policy.min_slices or ledger.below_since is not None:
-        return ledger
-    return replace(ledger, below_since=at)
-
-
-def involved(state: Training | Restoring | Finishing) -> Slices:
+def involved(state: Training | Restoring | Diagnosing | Finishing) -> Slices:
     """The slices whose loss ends what is going on."""
     return state.mesh | state.source.holders if isinstance(state, Restoring) else state.mesh
-
-
-def most_slices(ledger: Ledger, policy: Policy) -> int:
-    return min(len(ledger.slices), policy.max_slices or len(ledger.slices))
-
-
-def choose_mesh(ledger: Ledger, members: Slices, policy: Policy) -> Slices:
-    """The slices to train on: members first, so that nothing moves without need, then those
-    that have been up longest."""
-    since = {s.slice_id: s.since for s in ledger.stable}
-    ranked = sorted(ledger.up, key=lambda s: (s not in members, since.get(s, inf), s))
-    return frozenset(ranked[: policy.max_slices])
 
 
 def joinable(state: Training, policy: Policy) -> Slices:
@@ -204,58 +154,10 @@ def watch(state: Training) -> Effects:
     return (Probe(state.ledger.epoch, outside),) if outside else NONE
 
 
-def snapshot_due(step: int, ledger: Ledger, policy: Policy) -> bool:
-    owed = ledger.save_owed and ledger.saving is None
-    return (
-        step == ledger.num_steps
-        or owed
-        or _divides(policy.snapshot_every, step)
-        or (checkpoint_due(step, ledger, policy))
-    )
-
-
-def checkpoint_due(step: int, ledger: Ledger, policy: Policy) -> bool:
-    return ledger.durable and (
-        ledger.save_owed or step == ledger.num_steps or _divides(policy.checkpoint_every, step)
-    )
-
-
-def _divides(every: int, step: int) -> bool:
-    return every > 0 and step > 0 and step % every == 0
-
-
-def host_source(ledger: Ledger, step: int) -> Source | None:
-    """The published host snapshot of `step`, if a slice that answers still holds it."""
-    answering = ledger.up | ledger.noticed
-    for source in ledger.sources:
-        if source.tier is Tier.HOST and source.step == step and source.holders & answering:
-            return source
-    return None
-
-
-def on_disk(ledger: Ledger, step: int) -> bool:
-    return any(s.tier is Tier.DISK and s.step == step for s in ledger.sources)
-
-
 def stop_waiting(ledger: Ledger) -> Done:
     """The end of a run that is asked to stop while nothing runs: the durable tier is left."""
     durable = (s.step for s in ledger.sources if s.tier in (Tier.DISK, Tier.SEED))
     return Done("preempted", None, max(durable, default=0))
-
-
-def save(ledger: Ledger, source: Source) -> tuple[Ledger, Effects]:
-    """Write `source` to disk, or owe it while another save is under way. Which holder writes
-    depends on the step, so that no slice is special."""
-    if on_disk(ledger, source.step) or (ledger.saving and ledger.saving.step == source.step):
-        return replace(ledger, save_owed=False), NONE
-    if ledger.saving:
-        return replace(ledger, save_owed=True), NONE
-    staying = source.holders & ledger.up
-    holders = sorted(staying or source.holders & ledger.noticed)
-    holder = holders[source.step % len(holders)]
-    saving = Saving(source.step, ledger.epoch, holder)
-    ledger = replace(ledger, saving=saving, save_owed=False)
-    return ledger, (Save(ledger.epoch, source.step, holder),)
 
 
 def advance(state: Training, event: Event, policy: Policy) -> Step:

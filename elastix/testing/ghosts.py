@@ -6,7 +6,7 @@ held is overwritten with poison, so that code which reads it is found out.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -15,6 +15,7 @@ import numpy as np
 
 from elastix.arrays import Arrays
 from elastix.backends import Health
+from elastix.classification import StuckError
 from elastix.machine import Slices, Source, Tier
 from elastix.progress import Progress
 from elastix.saver import Saver
@@ -26,6 +27,9 @@ COMPILE_SECONDS = 2.0
 RESTORE_SECONDS = 0.8
 SNAPSHOT_SECONDS = 0.2
 PROBE_SECONDS = 0.05
+
+_CONNECTION = frozenset({Kind.UNAVAILABLE})
+"""All that a probe may raise: of everything else it says which slice does not answer."""
 
 Held = dict[int, Ghost]
 """What each slice holds of one train state."""
@@ -76,7 +80,7 @@ class GhostBackend:
         return {s: self._probe(s) for s in sorted(slices)}
 
     def _probe(self, slice_id: int) -> Health:
-        self._world.point(Phase.PROBE)
+        self._world.point(Phase.PROBE, raises=_CONNECTION)
         if not self._world.saving:
             self._world.pass_time(PROBE_SECONDS)
         return self._world.health(slice_id)
@@ -99,20 +103,41 @@ class GhostBackend:
     def committed(self, step: int) -> None:
         """Nothing waits for a step here: returns come by the clock."""
 
-    def read(self, results: Any, slices: Iterable[int]) -> Any:
+    def read(self, results: Any, slices: Iterable[int], deadline: float) -> Any:
         ids = sorted(slices)
         phases = (Phase.SYNC, *results["phases"])
         self._world.point(*phases, raises=ERRORS)
         self._raise_if_dead(ids)
+        self._withhold(ids, deadline)
         self._world.pass_time(STEP_SECONDS)
         self._world.point(*phases, raises=ERRORS)
         self._raise_if_dead(ids)
         return dict(results)
 
+    def _withhold(self, slices: list[int], deadline: float) -> None:
+        """Let time pass until the deadline, or until a loss is known."""
+        give_up = self.now() + deadline
+        while self._world.hung.intersection(slices):
+            left = give_up - self.now()
+            if left <= 0:
+                raise StuckError(f"no result after {deadline:g} s")
+            self.idle(left)
+            self._raise_if_dead(slices)
+
+    def suspend(self, slices: Iterable[int]) -> None:
+        self._world.suspended.update(self._world.hung.intersection(slices))
+
     def _raise_if_dead(self, slices: list[int]) -> None:
         dead = [s for s in slices if not self._world.alive(s)]
         if dead:
             raise data_loss(dead, "reading a result")
+
+    def script_faults(self, faults: Sequence[object], num_steps: int) -> None:
+        if faults:
+            raise ValueError("what goes wrong here is in the schedule")
+
+    def unfired_faults(self) -> Sequence[Any]:
+        return ()
 
     def host_memory(self, slice_id: int) -> dict[int, Any]:
         return self._memory[slice_id]
@@ -183,6 +208,10 @@ class GhostArrays(Arrays):
         state = POISON if POISON in inputs else inputs.pop()
         return (*state, number)
 
+    def trial(self, slices: Slices) -> dict[str, Any]:
+        self._world.point(raises=ERRORS)
+        return {**_results(()), "phases": ()}
+
     def consumed_ids(self, ids: np.ndarray) -> np.ndarray:
         return ids
 
@@ -211,10 +240,10 @@ class GhostArrays(Arrays):
                 return lambda _: (), Progress()
             case Tier.LIVE:
                 held = self._states.get((source.epoch, source.step))
-                return held and _nearest(held, source.holders), known[source.step]
+                return _nearest(held, source.holders) if held else None, known[source.step]
             case Tier.HOST:
                 whole = self._host_copy(source.step, source.holders)
-                return whole and _always(whole), known[source.step]
+                return _always(whole) if whole else None, known[source.step]
         assert self._saver
         whole, metadata = self._saver.load(source.step)
         return _always(whole), Progress.from_json(metadata["progress"])
@@ -285,7 +314,8 @@ class GhostStream:
     fingerprint: dict[str, Any] = {}  # noqa: RUF012
 
     def __init__(self, world: World):
-        self._world, self._first = world, None
+        self._world = world
+        self._first: int | None = None
 
     def batches(self, position: int) -> Iterator[dict[str, np.ndarray]]:
         first = position + 1 if self._first is None else self._first

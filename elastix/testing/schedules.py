@@ -9,11 +9,14 @@ from __future__ import annotations
 
 import dataclasses
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum, StrEnum
 from typing import Any, Literal
 
 from elastix.machine import Policy
+
+Surfaces = Literal["read", "dispatch"]
+"""Where a loss is noticed."""
 
 FOREVER = 1e6
 """A deadline, in seconds, that no return in a random schedule misses."""
@@ -46,6 +49,8 @@ class Kind(StrEnum):
     """A slice dies and is back, with empty memory, before anybody asked."""
     SILENT = "silence"
     """A slice lives, and does not answer its next probe in time."""
+    HANG = "hang"
+    """A slice answers probes and finishes no step, until it returns."""
     DATA_LOSS = "DATA_LOSS"
     """An error with this status, though every slice lives; so the next two."""
     INTERNAL = "INTERNAL"
@@ -58,27 +63,32 @@ class Kind(StrEnum):
     """The newest checkpoint on disk no longer loads."""
     DISK_FULL = "disk full"
     """A checkpoint cannot be written."""
+    NOTICE = "notice"
+    """Slices will die in a few seconds, and it is said before."""
     PREEMPTION = "preemption"
     """The whole job is asked to stop."""
 
 
 LOSSES = frozenset({Kind.LOSS, Kind.LOSSES, Kind.UNSEEN})
 ERRORS = frozenset({Kind.DATA_LOSS, Kind.INTERNAL, Kind.UNAVAILABLE, Kind.PROGRAM})
-QUIET = LOSSES | {Kind.SILENT, Kind.ROT, Kind.PREEMPTION}
+QUIET = LOSSES | {Kind.SILENT, Kind.HANG, Kind.ROT, Kind.NOTICE, Kind.PREEMPTION}
+"""Kinds that strike slices."""
 """Kinds that raise nothing where they strike: they are noticed later."""
+NAMING = LOSSES | {Kind.SILENT, Kind.HANG, Kind.NOTICE}
 
 _COMPUTING = frozenset(Phase) - {Phase.PROBE, Phase.DATA}
 _PROBING = frozenset({Phase.PROBE, Phase.SNAPSHOT, Phase.SAVE, Phase.RESTORE, Phase.REGROW})
 _WHERE: dict[Kind, frozenset[Phase]] = {
     **{kind: frozenset(Phase) for kind in QUIET},
     **dict.fromkeys(ERRORS, _COMPUTING),
+    Kind.UNAVAILABLE: _COMPUTING | {Phase.PROBE},
     Kind.SILENT: _PROBING,
     Kind.DATA: frozenset({Phase.DATA, Phase.FIRST_STEP, Phase.LAST_STEP}),
     Kind.DISK_FULL: frozenset({Phase.SAVE, Phase.LAST_STEP}),
 }
 CELLS = tuple((phase, kind) for phase in Phase for kind in Kind if phase in _WHERE[kind])
 """The matrix: every phase with every kind that can occur in it. A probe answers for each slice
-and never raises; only the disk can be full."""
+and raises only if the controller's connection is gone; only the disk can be full."""
 
 
 @dataclass(frozen=True)
@@ -87,8 +97,9 @@ class Fault:
 
     Args:
         visit: strikes at the first point, from the visit-th of this phase on, at which it can.
-        slices: the victims of a loss or a silence.
+        slices: the victims of a loss, a silence or a notice.
         returns: seconds until they are back; None: never. An unseen return takes none.
+        warning: seconds from a notice to the death that it announces.
         surfaces: where a loss is noticed, at the next dispatch already or when a result is read.
     """
 
@@ -97,14 +108,15 @@ class Fault:
     visit: int = 1
     slices: tuple[int, ...] = ()
     returns: float | None = 1.0
-    surfaces: Literal["read", "dispatch"] = "read"
+    warning: float = 1.0
+    surfaces: Surfaces = "read"
 
     def __post_init__(self) -> None:
         if self.phase not in _WHERE[self.kind]:
             raise ValueError(f"{self.kind} does not occur in {self.phase}")
         if self.visit < 1:
             raise ValueError(f"visit={self.visit}: points count from 1")
-        if not self.slices and self.kind in LOSSES | {Kind.SILENT}:
+        if not self.slices and self.kind in NAMING:
             raise ValueError(f"{self.kind}: name the slices that it strikes")
 
 
@@ -163,13 +175,16 @@ def as_python(value: Any) -> str:
 
 
 def random_schedule(seed: int, slices: int = 4) -> Schedule:
-    """The schedule of a seed: up to `slices` slices, one to four faults and what leads to them."""
+    """The schedule of a seed: up to `slices` slices, one to eight faults and what leads to them."""
     rng = random.Random(seed)
     num_slices = slices if rng.random() < 0.6 else rng.randint(1, slices)
     num_steps = rng.randint(2, 12)
     impatient = rng.random() < 0.1  # a run that may miss its deadline
-    cells = [rng.choice(CELLS) for _ in range(rng.choice((1, 1, 2, 2, 3, 4)))]
+    cells = [rng.choice(CELLS) for _ in range(rng.choice((1, 1, 1, 2, 2, 2, 3, 3, 4, 8)))]
     faults = [f for cell in cells for f in _faults(rng, cell, num_slices, num_steps, impatient)]
+    deadline = 600.0 if any(kind is Kind.HANG for _, kind in cells) else FOREVER
+    if impatient:
+        deadline = rng.choice((0.0, 2.0, 10.0, 30.0))
     grows = any(phase is Phase.REGROW for phase, _ in cells)
     durable = rng.random() < 0.95 or any(k in (Kind.ROT, Kind.DISK_FULL) for _, k in cells)
     on_disk: list[int] = []
@@ -178,7 +193,7 @@ def random_schedule(seed: int, slices: int = 4) -> Schedule:
     return Schedule(
         num_slices=num_slices,
         num_steps=num_steps,
-        policy=_policy(rng, num_slices, grows, impatient),
+        policy=_policy(rng, num_slices, grows, deadline),
         faults=tuple(faults),
         save_seconds=rng.choice((0.1, 0.7, 2.5, 6.0)),
         on_disk=tuple(on_disk),
@@ -186,14 +201,14 @@ def random_schedule(seed: int, slices: int = 4) -> Schedule:
     )
 
 
-def _policy(rng: random.Random, num_slices: int, grows: bool, impatient: bool) -> Policy:
+def _policy(rng: random.Random, num_slices: int, grows: bool, deadline: float) -> Policy:
     min_slices = 1 if grows else rng.choice((1, 1, rng.randint(1, num_slices), num_slices))
     max_slices = rng.randint(min_slices, num_slices) if rng.random() < 0.3 and not grows else None
     return Policy(
         min_slices=min_slices,
         max_slices=max_slices,
         patience=0.0 if grows else rng.choice((0.0, 0.0, 0.0, 1.5, 8.0)),
-        deadline=rng.choice((0.0, 2.0, 10.0, 30.0)) if impatient else FOREVER,
+        deadline=deadline,
         lookback=rng.choice(("live", "host")),
         inflight=rng.randint(1, 3),
         snapshot_every=rng.randint(1, 5),
@@ -221,13 +236,19 @@ def _faults(
         faults.append(Fault(Phase.SYNC, Kind.LOSS, early, victim, rng.choice((0.2, 1.0, 2.0))))
     at = 1 + int(rng.expovariate(1 / _points(phase, num_slices, num_steps)))
     victims: tuple[int, ...] = ()
-    if kind in LOSSES | {Kind.SILENT}:
-        most = num_slices if kind is Kind.LOSSES else 1
+    if kind in NAMING:
+        most = num_slices if kind in (Kind.LOSSES, Kind.NOTICE) else 1
         count = rng.randint(min(2, most), most)
         victims = tuple(sorted(rng.sample(range(num_slices), count)))
     never = impatient and rng.random() < 0.5
     returns = None if never else rng.choice((0.1, 0.5, 2.0, 5.0, 20.0))
-    faults.append(Fault(phase, kind, at, victims, returns, rng.choice(("read", "dispatch"))))
+    if kind is Kind.HANG:
+        returns = rng.choice((5.0, 25.0, 50.0, 200.0))
+    warning = rng.choice((0.0, 1.0, 4.0, 15.0))
+    surfaces: Surfaces = rng.choice(("read", "dispatch"))
+    faults.append(Fault(phase, kind, at, victims, returns, warning, surfaces))
+    if kind is Kind.DATA and rng.random() < 0.3:  # a source that is broken for good
+        faults += [replace(faults[-1], phase=Phase.DATA, visit=at + n) for n in (1, 2)]
     return faults
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+import threading
 import traceback
 from collections import Counter
 from collections.abc import Callable
@@ -27,11 +28,15 @@ from elastix.machine import (
 from elastix.metrics import MetricsLog
 from elastix.testing.ghost_saver import GhostSaver
 from elastix.testing.ghosts import GhostArrays, GhostBackend, GhostStream, from_leaves, loss_of
-from elastix.testing.invariants import Invariants, noticeable
-from elastix.testing.schedules import FOREVER, Kind, Phase, Schedule
+from elastix.testing.invariants import Invariants
+from elastix.testing.knowledge import violated
+from elastix.testing.schedules import FOREVER, LOSSES, Kind, Phase, Schedule
 from elastix.testing.world import PLANTED, Ghost, Violation, World, expected
 
 MOST_PROCESSES = 12
+
+NOTICEABLE = LOSSES | {Kind.SILENT, Kind.DATA_LOSS, Kind.HANG, Kind.NOTICE}
+"""Kinds that can be taken for the loss of a slice."""
 
 
 @dataclass(frozen=True)
@@ -119,6 +124,8 @@ class _Process:
         self._saver = parts.saver(world, self._backend) if schedule.durable else None
         arrays = parts.arrays(world, self._backend, self._saver)
         self._invariants = Invariants(world, self._backend, arrays)
+        stop = threading.Event()
+        world.preempt = stop.set
         self._driver = parts.driver(
             arrays,
             parts.stream(world),
@@ -127,12 +134,10 @@ class _Process:
             metrics,
             self._saver,
             (self._record, self._invariants),
+            world.take_notice,
+            stop,
         )
         self._invariants.driver = self._driver
-        world.preempt = self._preempt
-
-    def _preempt(self) -> None:
-        self._driver.stop_requested = True
 
     def _record(
         self, before: State, event: Event, after: State, effects: tuple[Effect, ...]
@@ -150,13 +155,16 @@ class _Process:
         return True
 
     def run(self) -> None:
-        health = self._backend.probe(self._backend.devices)
+        health = {s: self.world.health(s) for s in self._backend.devices}
         started = Started(
             at=self._backend.now(),
             num_steps=self.world.schedule.num_steps,
             slices=frozenset(self._backend.devices),
             up=slices_of(health, Health.UP, Health.EMPTIED),
-            sources=(Source(Tier.SEED, 0), *(Source(Tier.DISK, s) for s in sorted(self.world.disk))),
+            sources=(
+                Source(Tier.SEED, 0),
+                *(Source(Tier.DISK, s) for s in sorted(self.world.disk)),
+            ),
             durable=self._saver is not None,
         )
         try:
@@ -210,14 +218,16 @@ class _Process:
         _require(self._fits(reason), "a failure fits the schedule", reason)
 
     def _fits(self, reason: str) -> bool:
-        policy, since = self.world.schedule.policy, self._invariants.struck_at_commit
+        policy, since = self.world.schedule.policy, self._invariants.knowledge.struck_at_commit
         if "were up after" in reason:
             return policy.deadline < FOREVER
         if "losses in a row" in reason:
-            struck = [f for f in self.world.struck[since:] if noticeable(f.kind)]
+            struck = [f for f in self.world.struck[since:] if f.kind in NOTICEABLE]
             return sum(max(1, len(f.slices)) for f in struck) > policy.max_losses
         if "the controller lost its devices" in reason:
             return self._struck(Kind.UNAVAILABLE) > 0
+        if reason.startswith("stuck:"):
+            return self._struck(Kind.HANG) > 0
         if "the data stream failed twice" in reason:
             return self._struck(Kind.DATA) > 1
         if "the last checkpoint could not be written" in reason:
@@ -227,4 +237,4 @@ class _Process:
 
 def _require(holds: object, rule: str, message: str) -> None:
     if not holds:
-        raise Violation(rule, message)
+        violated(rule, message)

@@ -6,13 +6,15 @@ import contextlib
 import heapq
 import itertools
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 
 import jax
 
 from elastix.backends import Health
 from elastix.backends.simulated import VirtualClock
 from elastix.checkpoints import CheckpointError
+from elastix.notices import Notice
 from elastix.testing.schedules import ERRORS, QUIET, Fault, Kind, Phase, Schedule
 
 Ghost = tuple[int, ...]
@@ -55,6 +57,10 @@ class World:
         """Points passed: a finer clock, which tells what came before what."""
         self.dead: dict[int, str] = {}
         """Lost slices, and where the loss surfaces."""
+        self.hung: set[int] = set()
+        """Slices that finish no step."""
+        self.suspended: set[int] = set()
+        """Hung slices that the driver takes for down."""
         self.emptied: set[int] = set()
         """Slices that came back, and hold nothing until they are admitted."""
         self.died_at: dict[int, int] = {}
@@ -66,12 +72,14 @@ class World:
         self.on_loss: list[Callable[[int], None]] = []
         """Called with each slice that dies: wipe what it held."""
         self.on_return: list[Callable[[int], None]] = []
+        self.notices: list[Notice] = []
+        """Announced, and not heard yet."""
         self.preempt: Callable[[], None] = lambda: None
         self.restoring = Phase.RESTORE
         """What the next restore is for: set by who watches the machine."""
         self._context: tuple[Phase, ...] = ()
         self._silent: set[int] = set()
-        self._visits: Counter[Phase] = Counter()
+        self._visits: dict[Phase, int] = {}
         self._timed: list[tuple[float, int, Callable[[], None]]] = []
         self._order = itertools.count()
 
@@ -87,9 +95,10 @@ class World:
         end = self.clock.now() + seconds
         while self._timed and self._timed[0][0] <= end:
             due, _, do = heapq.heappop(self._timed)
-            self.clock.sleep(max(0.0, due - self.clock.now()))
+            if due > self.clock.now():
+                self.clock.sleep(due - self.clock.now())
             do()
-        self.clock.sleep(max(0.0, end - self.clock.now()))
+        self.clock.sleep(end - self.clock.now())
 
     def next_due(self) -> float | None:
         """Seconds until something happens by itself; None if nothing will."""
@@ -121,13 +130,14 @@ class World:
         self._tick()
         if not self.pending:
             return
-        here = {*phases, *self._context}
+        here = phases + self._context
+        visits = self._visits
         for phase in here:
-            self._visits[phase] += 1
-        possible = QUIET | raises
+            visits[phase] = visits.get(phase, 0) + 1
         for fault in tuple(self.pending):
-            due = fault.phase in here and self._visits[fault.phase] >= fault.visit
-            if due and fault.kind in possible and self._can_strike(fault):
+            due = fault.phase in here and visits[fault.phase] >= fault.visit
+            possible = fault.kind in QUIET or fault.kind in raises
+            if due and possible and self._can_strike(fault):
                 self.pending.remove(fault)
                 self.hits[fault.phase, fault.kind] += 1
                 self.struck.append(fault)
@@ -146,12 +156,19 @@ class World:
     def _strike(self, fault: Fault) -> None:
         match fault.kind:
             case Kind.LOSS | Kind.LOSSES | Kind.UNSEEN:
-                for slice_id in fault.slices:
-                    self._lose(slice_id, fault)
+                self._lose_all(fault.slices, fault)
+            case Kind.HANG:
+                self.hung.update(s for s in fault.slices if s not in self.dead)
+                assert fault.returns is not None
+                self.at(fault.returns, partial(self._unhang, fault.slices))
             case Kind.SILENT:
                 self._silent.update(s for s in fault.slices if s not in self.dead)
             case Kind.ROT:
                 self.rotten.add(max(self.disk.keys() - self.rotten))
+            case Kind.NOTICE:
+                victims = frozenset(s for s in fault.slices if s not in self.dead)
+                self.notices.append(Notice(victims, fault.warning))
+                self.at(fault.warning, partial(self._lose_all, victims, fault))
             case Kind.PREEMPTION:
                 self.preempt()
             case Kind.DISK_FULL:
@@ -164,18 +181,32 @@ class World:
                 assert fault.kind in ERRORS
                 raise jax.errors.JaxRuntimeError(f"{fault.kind.name}: {PLANTED}")
 
+    def _lose_all(self, slices: Iterable[int], fault: Fault) -> None:
+        for slice_id in sorted(slices):
+            self._lose(slice_id, fault)
+
+    def _unhang(self, slices: Iterable[int]) -> None:
+        """Hung slices return as dead ones do, with empty memory."""
+        for slice_id in sorted(self.hung.intersection(slices)):
+            self._die(slice_id, "read")
+            self.bring_back(slice_id)
+
     def _lose(self, slice_id: int, fault: Fault) -> None:
         if slice_id in self.dead:
             return
-        self.dead[slice_id] = fault.surfaces
-        self.emptied.discard(slice_id)
-        self.died_at[slice_id] = self.ticks
-        for wipe in self.on_loss:
-            wipe(slice_id)
+        self._die(slice_id, fault.surfaces)
         if fault.kind is Kind.UNSEEN:
             self.bring_back(slice_id)
         elif fault.returns is not None:
             self.at(fault.returns, lambda: self.bring_back(slice_id))
+
+    def _die(self, slice_id: int, surfaces: str) -> None:
+        self.dead[slice_id] = surfaces
+        for names in (self.emptied, self.hung, self.suspended):
+            names.discard(slice_id)
+        self.died_at[slice_id] = self.ticks
+        for wipe in self.on_loss:
+            wipe(slice_id)
 
     def bring_back(self, slice_id: int) -> None:
         """Return a slice, with empty memory."""
@@ -185,8 +216,13 @@ class World:
             for forget in self.on_return:
                 forget(slice_id)
 
+    def take_notice(self) -> Notice | None:
+        """The next notice of preemption that has not been heard."""
+        return self.notices.pop(0) if self.notices else None
+
     def repair(self) -> None:
         """Between two processes somebody has brought everything back."""
+        self._unhang(self.hung)
         for slice_id in sorted(self.dead):
             self.bring_back(slice_id)
 
@@ -201,7 +237,7 @@ class World:
         if slice_id in self._silent:
             self._silent.discard(slice_id)
             return Health.DOWN
-        if slice_id in self.dead:
+        if slice_id in self.dead or slice_id in self.suspended:
             return Health.DOWN
         return Health.EMPTIED if slice_id in self.emptied else Health.UP
 

@@ -1,0 +1,128 @@
+"""The table of the machine: which rule follows an event in a state. It is the protocol."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from elastix.machine.ledger import (
+    NONE,
+)
+from elastix.machine.messages import (
+    Committed,
+    ControllerLost,
+    DataFailed,
+    Dispatched,
+    Event,
+    PreemptionNoticed,
+    Prepared,
+    Probed,
+    ProgramFailed,
+    RestoreFailed,
+    Saved,
+    SaveFailed,
+    SlicesLost,
+    SnapshotMissing,
+    Snapshotted,
+    Started,
+    StepStuck,
+    Tried,
+    Woke,
+)
+from elastix.machine.policy import (
+    Policy,
+)
+from elastix.machine.rules import (
+    commit,
+    controller_lost,
+    data_failed,
+    diagnosed,
+    dispatch,
+    fall_back,
+    finishing_probed,
+    finishing_woke,
+    preempt,
+    prepared,
+    probed,
+    program_failed,
+    publish,
+    save_failed,
+    saved,
+    slices_lost,
+    start,
+    stuck,
+    tried,
+    waiting_probed,
+    waiting_woke,
+    woke,
+)
+from elastix.machine.values import (
+    Diagnosing,
+    Done,
+    Failed,
+    Finishing,
+    ProtocolError,
+    Restoring,
+    Starting,
+    State,
+    Training,
+    Waiting,
+)
+from elastix.machine.verbs import (
+    Step,
+)
+
+Rule = Callable[..., Step]
+
+TABLE: dict[tuple[type, type], Rule] = {
+    (Starting, Started): start,
+    (Training, Dispatched): dispatch,
+    (Training, Committed): commit,
+    (Training, Snapshotted): publish,
+    (Training, Probed): probed,
+    (Training, Woke): woke,
+    (Training, DataFailed): data_failed,
+    (Waiting, Probed): waiting_probed,
+    (Waiting, Woke): waiting_woke,
+    (Restoring, Prepared): prepared,
+    (Restoring, SnapshotMissing): fall_back,
+    (Restoring, RestoreFailed): fall_back,
+    (Finishing, Snapshotted): publish,
+    (Finishing, Probed): finishing_probed,
+    (Finishing, Woke): finishing_woke,
+    (Diagnosing, Probed): diagnosed,
+    (Diagnosing, Tried): tried,
+}
+for _live in (Training, Waiting, Restoring, Diagnosing, Finishing):
+    TABLE[_live, SlicesLost] = slices_lost
+    TABLE[_live, Saved] = saved
+    TABLE[_live, SaveFailed] = save_failed
+    TABLE[_live, ControllerLost] = controller_lost
+    TABLE[_live, PreemptionNoticed] = preempt
+for _running in (Training, Restoring, Diagnosing, Finishing):
+    TABLE[_running, ProgramFailed] = program_failed
+for _working in (Training, Restoring, Finishing):
+    TABLE[_working, StepStuck] = stuck
+
+
+def transition(state: State, event: Event, policy: Policy) -> Step:
+    """The next state and what to do, for one event.
+
+    An answer from an older epoch is dropped, a finished save excepted: it counts whatever epoch
+    it began in.
+
+    Raises:
+        ProtocolError: the table has no row for this state and event.
+    """
+    if is_stale(state, event):
+        return state, NONE
+    rule = TABLE.get((type(state), type(event)))
+    if rule is None:
+        raise ProtocolError(f"no rule for {type(event).__name__} in {type(state).__name__}")
+    return rule(state, event, policy)
+
+
+def is_stale(state: State, event: Event) -> bool:
+    """Whether `event` answers an effect of an epoch that has ended."""
+    if isinstance(state, Starting | Done | Failed):
+        return False
+    return event.epoch < state.ledger.epoch and not isinstance(event, Saved | SaveFailed)
