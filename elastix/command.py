@@ -59,6 +59,7 @@ a run directory holds:
   recipe.json     whose it is, and with which versions it was run
   metrics.jsonl   one row a step: loss, slices, seconds, tokens, learning_rate
   events.jsonl    every event, and the state it led to
+  recoveries.jsonl   what each recovery was and cost
   checkpoints/    the newest checkpoints, each with checksums
   summary.json    how the run ended: outcome, state_sha256, consumed, recoveries, compiles"""
 

@@ -55,7 +55,7 @@ class Recovery:
 
 
 class Recoveries:
-    """Folds (state, event, next state) into the list of recoveries; the last may be open."""
+    """Folds (state, event, next state) into recoveries; `open` is under way."""
 
     def __init__(self) -> None:
         self.done: list[Recovery] = []

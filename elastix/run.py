@@ -20,6 +20,7 @@ from elastix.compile_cache import count_compiles
 from elastix.driver import Driver
 from elastix.event_log import EventLog
 from elastix.faults import Fault
+from elastix.jsonl import append, read_rows
 from elastix.machine import (
     Done,
     Effect,
@@ -37,7 +38,7 @@ from elastix.metrics import MetricsLog, Row
 from elastix.notices import Inbox
 from elastix.program import Program
 from elastix.recipe import Hook, Recipe
-from elastix.recoveries import Recoveries
+from elastix.recoveries import Recoveries, Recovery
 from elastix.run_directory import RunDirectory
 from elastix.saver import Saver
 from elastix.summary import Display, NoDisplay, QuietDisplay, RunInfo, Summary, quiet
@@ -111,6 +112,7 @@ class _Run:
         self._recipe, self._program, self._stream = recipe, program, stream
         self._backend, self._directory, self._display = backend, directory, display
         self._recoveries = Recoveries()
+        self._recovered = read_rows(directory.recoveries) if directory else []
         self._store = directory.store if directory else None
         steps = self._store.steps() if self._store else ()
         self._sources = (Source(Tier.SEED, 0), *(Source(Tier.DISK, s) for s in steps))
@@ -197,7 +199,15 @@ class _Run:
         recovery = self._recoveries.update(before, event, after)
         self._display.event(before, event, after)
         if recovery:
+            self._record(recovery)
             self._display.recovered(recovery)
+
+    def _record(self, recovery: Recovery) -> None:
+        """Kept on disk at once: the process may not live to write a summary."""
+        self._recovered.append(asdict(recovery))
+        if self._directory:
+            with self._directory.recoveries.open("a", encoding="utf-8") as file:
+                append(file, asdict(recovery))
 
     def _summarise(self, end: Done | Failed, driver: Driver, metrics: MetricsLog) -> Summary:
         final = driver.final_state() if isinstance(end, Done) else None
@@ -210,7 +220,7 @@ class _Run:
             finite=all_finite(final) if final else None,
             consumed=driver.progress().to_json(),
             losses=metrics.losses,
-            recoveries=[asdict(r) for r in self._recoveries.done],
+            recoveries=self._recovered,
             compiles=compiles,
             compile_cache_hits=hits,
             unfired_faults=[str(f) for f in self._backend.unfired_faults()],

@@ -26,6 +26,7 @@ class RunDirectory:
         done again is only held to its first loss, bit for bit, from there on."""
         self.events = path / "events.jsonl"
         self.metrics = path / "metrics.jsonl"
+        self.recoveries = path / "recoveries.jsonl"
         self.summary = path / "summary.json"
 
     @staticmethod

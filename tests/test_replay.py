@@ -279,6 +279,12 @@ def test_what_encode_never_writes_is_refused_with_its_place(written, expected, l
 def test_a_float_may_have_been_written_as_an_int():
     event = decode({**LOSS, "at": 3})
     assert event.at == 3.0 and type(event.at) is float
+    started = replace(walk(0).steps[0].event, at=3, up=frozenset({0}))
+    policy = Policy(min_slices=2, patience=4)
+    state, effects = transition(Starting(), started, policy)
+    (row,) = History(policy, [Step(Starting(), started, state, effects)]).rows()
+    assert type(row["state"]["until"]) is int
+    assert replay([row]).difference is None
 
 
 # --- the same decisions ---------------------------------------------------------------------------
@@ -724,7 +730,7 @@ def test_started_carries_the_policy_and_the_process(log):
     for name in ("policy", "pid"):
         event = {n: v for n, v in begun[0].items() if n != name}
         found = replay([{**rows[0], "event": event}, *islice(rows, 1, None)]).difference
-        assert (found.seq, found.path) == (0, f"event.{name}")
+        assert (found.seq, found.path) == (0, f"event.{name}") and "is missing" in str(found)
     assert isinstance(
         decode({n: v for n, v in begun[0].items() if n not in ("policy", "pid")}), Started
     )

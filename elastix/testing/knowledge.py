@@ -24,7 +24,7 @@ from elastix.machine import (
     StepStuck,
     Training,
 )
-from elastix.testing.world import Violation, World
+from elastix.testing.world import PLANTED, Violation, World
 
 NOBODY: Slices = frozenset()
 
@@ -69,7 +69,7 @@ class Knowledge:
         """The committed step, mesh and tick of the training that was last left."""
         self.moving = False
         """Whether training was left for a regrow or on notice, not for a loss."""
-        self.struck_at_commit = len(world.struck)
+        self.harm_at_commit = world.harm - world.unnoticed()
         self._committed_at = 0
 
     def hear(self, before: State, event: Event, after: State) -> None:
@@ -84,7 +84,7 @@ class Knowledge:
                 self._committed_at = self._world.ticks
             case Committed():
                 self._committed_at = self._world.ticks
-                self.struck_at_commit = len(self._world.struck)
+                self.harm_at_commit = self._world.harm - self._world.unnoticed()
             case Snapshotted():
                 self.published = event.step, event.holders, self._world.ticks
         if isinstance(after, Training | Finishing | Starting | Done | Failed):
@@ -109,5 +109,5 @@ def lost_holder(before: Live, event: Event, gone: Slices, alive: bool) -> bool:
     saving = before.ledger.saving
     if saving is None:
         return False
-    failed = isinstance(event, SaveFailed) and not alive
+    failed = isinstance(event, SaveFailed) and PLANTED not in event.reason and not alive
     return failed or saving.holder in gone

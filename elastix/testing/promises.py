@@ -51,7 +51,8 @@ class Promises:
         if isinstance(after, Starting | Done | Failed):
             return self._ended(event, after)
         self._draining = after.ledger.draining
-        if len(after.ledger.up) < self._policy.min_slices and self._below_since is None:
+        below = isinstance(after, Waiting) and len(after.ledger.up) < self._policy.min_slices
+        if below and self._below_since is None:
             self._below_since = event.at
         if isinstance(before, Starting | Done | Failed):
             return
@@ -64,8 +65,8 @@ class Promises:
 
     def _ended(self, event: Event, end: State) -> None:
         if isinstance(end, Failed) and "were up after" in end.reason:
-            since = self._below_since
-            if since is None or event.at < since + self._policy.deadline:
+            since = event.at if self._below_since is None else self._below_since
+            if event.at < since + self._policy.deadline:
                 violated("the deadline is waited for", f"below since {since}, now {event.at}")
 
     # --- what is redone ---------------------------------------------------------------------

@@ -30,13 +30,10 @@ from elastix.testing.ghost_saver import GhostSaver
 from elastix.testing.ghosts import GhostArrays, GhostBackend, GhostStream, from_leaves, loss_of
 from elastix.testing.invariants import Invariants
 from elastix.testing.knowledge import violated
-from elastix.testing.schedules import FOREVER, LOSSES, Kind, Phase, Schedule
+from elastix.testing.schedules import FOREVER, Kind, Phase, Schedule
 from elastix.testing.world import PLANTED, Ghost, Violation, World, expected
 
 MOST_PROCESSES = 12
-
-NOTICEABLE = LOSSES | {Kind.SILENT, Kind.DATA_LOSS, Kind.HANG, Kind.NOTICE}
-"""Kinds that can be taken for the loss of a slice."""
 
 
 @dataclass(frozen=True)
@@ -218,12 +215,11 @@ class _Process:
         _require(self._fits(reason), "a failure fits the schedule", reason)
 
     def _fits(self, reason: str) -> bool:
-        policy, since = self.world.schedule.policy, self._invariants.knowledge.struck_at_commit
+        policy, since = self.world.schedule.policy, self._invariants.knowledge.harm_at_commit
         if "were up after" in reason:
             return policy.deadline < FOREVER
         if "losses in a row" in reason:
-            struck = [f for f in self.world.struck[since:] if f.kind in NOTICEABLE]
-            return sum(max(1, len(f.slices)) for f in struck) > policy.max_losses
+            return self.world.harm - since > policy.max_losses
         if "the controller lost its devices" in reason:
             return self._struck(Kind.UNAVAILABLE) > 0
         if reason.startswith("stuck:"):

@@ -53,6 +53,8 @@ class World:
         self.pending: list[Fault] = list(schedule.faults)
         self.hits: Counter[tuple[Phase, Kind]] = Counter()
         self.struck: list[Fault] = []
+        self.harm = 0
+        """How often a slice was harmed so far that it may be taken for lost."""
         self.ticks = 0
         """Points passed: a finer clock, which tells what came before what."""
         self.dead: dict[int, str] = {}
@@ -159,10 +161,12 @@ class World:
                 self._lose_all(fault.slices, fault)
             case Kind.HANG:
                 self.hung.update(s for s in fault.slices if s not in self.dead)
+                self.harm += len(fault.slices)
                 assert fault.returns is not None
                 self.at(fault.returns, partial(self._unhang, fault.slices))
             case Kind.SILENT:
                 self._silent.update(s for s in fault.slices if s not in self.dead)
+                self.harm += len(fault.slices)
             case Kind.ROT:
                 self.rotten.add(max(self.disk.keys() - self.rotten))
             case Kind.NOTICE:
@@ -179,6 +183,7 @@ class World:
                 raise TypeError(f"INTERNAL: no such thing as a slice, {PLANTED}")
             case _:
                 assert fault.kind in ERRORS
+                self.harm += fault.kind is Kind.DATA_LOSS
                 raise jax.errors.JaxRuntimeError(f"{fault.kind.name}: {PLANTED}")
 
     def _lose_all(self, slices: Iterable[int], fault: Fault) -> None:
@@ -205,6 +210,7 @@ class World:
         for names in (self.emptied, self.hung, self.suspended):
             names.discard(slice_id)
         self.died_at[slice_id] = self.ticks
+        self.harm += 1
         for wipe in self.on_loss:
             wipe(slice_id)
 
@@ -240,6 +246,12 @@ class World:
         if slice_id in self.dead or slice_id in self.suspended:
             return Health.DOWN
         return Health.EMPTIED if slice_id in self.emptied else Health.UP
+
+    def unnoticed(self) -> int:
+        """Slices that were harmed and may be taken for lost later."""
+        each = range(self.schedule.num_slices)
+        harmed = self._silent | self.hung
+        return sum(s in harmed or not self.alive(s) for s in each)
 
     def good_checkpoint(self, step: int) -> bool:
         """Whether the disk has a checkpoint of the right state after `step`, and it loads."""

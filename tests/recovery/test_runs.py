@@ -191,6 +191,13 @@ def test_a_run_may_go_on_with_another_layout_inside_a_slice(tmp_path):
     assert json.loads((path / "recipe.json").read_text())["exact_from"] == 13
 
 
+def test_a_summary_tells_the_recoveries_of_every_process_of_the_run(tmp_path):
+    run(replace(NET, num_steps=12), Lose(1, step=7), run_dir=tmp_path / "run")
+    summary = run(NET, Lose(2, step=20), run_dir=tmp_path / "run")
+    assert [r["lost"] for r in summary.recoveries] == [[1], [2]]
+    assert run(NET, run_dir=tmp_path / "run").recoveries == summary.recoveries
+
+
 # --- what ends a run ------------------------------------------------------------------------------
 
 
