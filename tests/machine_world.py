@@ -54,6 +54,7 @@ from elastix.machine import (
 )
 
 UP, EMPTIED, DOWN = "up", "emptied", "down"
+_HAPPENINGS = ("lose", "return", "rot", "preempt", "notice", "hang")
 LATE = 1e9
 """A second after every deadline."""
 
@@ -382,64 +383,71 @@ def explore(first: World) -> Explored:
     Raises:
         AssertionError: an invariant does not hold; the message has the shortest history.
     """
-    seen: dict[World, tuple[World, str] | None] = {first: None}
-    predecessors: dict[World, list[World]] = {}
-    ends, frontier, result = [], [first], Explored()
-    while frontier:
-        later = []
-        for world in frontier:
-            stuck = True
-            try:
-                for name, nxt in successors(world):
-                    stuck = stuck and name.startswith(
-                        ("lose", "return", "rot", "preempt", "notice", "hang")
-                    )
-                    result.transitions += 1
-                    note(result, world, name, nxt)
-                    check(world, name, nxt)
-                    predecessors.setdefault(nxt, []).append(world)
-                    if nxt not in seen:
-                        seen[nxt] = (world, name)
-                        later.append(nxt)
-            except Exception as error:
-                raise AssertionError(f"{error!r}\n{history(seen, world)}") from error
-            if isinstance(world.machine, Done | Failed):
-                ends.append(world)
-                result.ends.add(getattr(world.machine, "outcome", "failed"))
-            elif stuck:
-                raise AssertionError(f"stalled\n{history(seen, world)}")
-        frontier = later
-    result.worlds = len(seen)
-    lost_worlds = set(seen) - reach_back(ends, predecessors)
-    if lost_worlds:
-        world = min(lost_worlds, key=lambda w: len(history(seen, w)))
-        raise AssertionError(f"no end can be reached\n{history(seen, world)}")
+    graph = Graph(first)
+    result = Explored()
+    for here, world in enumerate(graph.worlds):  # grows while it is walked: breadth first
+        driven = False
+        try:
+            for name, nxt in successors(world):
+                driven = driven or not name.startswith(_HAPPENINGS)
+                result.transitions += 1
+                note(result, world, name, nxt)
+                check(world, name, nxt)
+                graph.add(here, name, nxt)
+        except Exception as error:
+            raise AssertionError(f"{error!r}\n{graph.history(here)}") from error
+        if isinstance(world.machine, Done | Failed):
+            graph.ends.append(here)
+            result.ends.add(getattr(world.machine, "outcome", "failed"))
+        elif not driven:
+            raise AssertionError(f"stalled\n{graph.history(here)}")
+    result.worlds = len(graph.worlds)
+    endless = graph.cannot_end()
+    if endless:
+        raise AssertionError(f"no end can be reached\n{graph.history(min(endless))}")
     return result
+
+
+class Graph:
+    """The worlds that were seen, by number, in breadth-first order."""
+
+    def __init__(self, first: World):
+        self.worlds = [first]
+        self.ends: list[int] = []
+        self._numbers = {first: 0}
+        self._first: list[tuple[int, str]] = [(-1, "begin")]
+        self._before: list[list[int]] = [[]]
+
+    def add(self, here: int, name: str, nxt: World) -> None:
+        number = self._numbers.setdefault(nxt, len(self.worlds))
+        if number == len(self.worlds):
+            self.worlds.append(nxt)
+            self._first.append((here, name))
+            self._before.append([])
+        self._before[number].append(here)
+
+    def cannot_end(self) -> set[int]:
+        """The worlds from which no end can be reached."""
+        reached, stack = set(self.ends), list(self.ends)
+        while stack:
+            for number in self._before[stack.pop()]:
+                if number not in reached:
+                    reached.add(number)
+                    stack.append(number)
+        return set(range(len(self.worlds))) - reached
+
+    def history(self, number: int) -> str:
+        """The shortest way to a world, and its machine."""
+        lines, end = [], self.worlds[number].machine
+        while number >= 0:
+            before, name = self._first[number]
+            event = self.worlds[before].events[0] if name == "event" else ""
+            lines.append(f"{name} {event} -> {type(self.worlds[number].machine).__name__}")
+            number = before
+        return "\n".join(reversed(lines)) + f"\n{end}"
 
 
 def note(result: Explored, world: World, name: str, nxt: World) -> None:
     if name == "event":
         kinds = (world.machine, world.events[0], nxt.machine)
         result.edges.add(tuple(type(k).__name__ for k in kinds))
-
-
-def reach_back(ends: list[World], predecessors: dict[World, list[World]]) -> set[World]:
-    reached, stack = set(ends), list(ends)
-    while stack:
-        for world in predecessors.get(stack.pop(), ()):
-            if world not in reached:
-                reached.add(world)
-                stack.append(world)
-    return reached
-
-
-def history(seen: dict[World, tuple[World, str] | None], world: World) -> str:
-    lines = []
-    step: tuple[World, str] | None = (world, "")
-    while step is not None:
-        previous = seen[step[0]]
-        name = previous[1] if previous else "begin"
-        event = previous[0].events[0] if previous and name == "event" else ""
-        lines.append(f"{name} {event} -> {type(step[0].machine).__name__}")
-        step = previous
-    return "\n".join(reversed(lines)) + f"\n{world.machine}"

@@ -31,23 +31,25 @@ from elastix.machine import (
     Failed,
     Finishing,
     Policy,
+    PreemptionNoticed,
     ProtocolError,
+    Restoring,
     SlicesLost,
     Source,
     Started,
     Starting,
     State,
     Tier,
-    Training,
     is_stale,
     transition,
 )
+from elastix.recoveries import Recoveries
 from elastix.replay import Decision, Position, compare, decide, replay
 from elastix.replay_command import replay_main
 from tests.machine_world import LATE, begin, successors
 from tests.recipes import tiny
 
-HISTORIES = 200
+HISTORIES = 150
 
 
 CLASSES = {c.__name__: c for c in map(vars(machine).get, machine.__all__) if is_dataclass(c)}
@@ -111,13 +113,19 @@ def walk(seed: int, rules=transition) -> History:
     while not isinstance(world.machine, Done | Failed):
         at += chance.random() / 4
         first, rest = world.events[:1], world.events[1:]
-        stamped = tuple(replace(e, at=at + LATE * (e.at == LATE)) for e in first)
-        world = replace(world, events=stamped + rest)
+        world = replace(world, events=(*(stamped(e, at) for e in first), *rest))
         after, name = choose(world, chance)
         if name == "event":
             steps.append(Step(world.machine, world.events[0], after.machine, after.todo))
         world = after
     return History(policy, steps)
+
+
+def stamped(event: Event, at: float) -> Event:
+    """The world has no clock: it says now, or after every deadline. A notice is for later."""
+    if isinstance(event, PreemptionNoticed):
+        return replace(event, at=at, until=at + LATE)
+    return replace(event, at=at + LATE * (event.at == LATE))
 
 
 RARE = {"lose": 0.1, "return": 0.2, "rot": 0.1, "hang": 0.05, "disk": 0.1}
@@ -167,6 +175,13 @@ def histories() -> list[History]:
     return [walk(seed) for seed in range(HISTORIES)] + [
         struck(r, random.Random(n)) for n, r in rows
     ]
+
+
+@cache
+def long() -> list[History]:
+    """Those that came to a good end after a dozen rows or more."""
+    walks = histories()[:HISTORIES]
+    return [h for h in walks if len(h.steps) > 12 and isinstance(h.steps[-1].after, Done)]
 
 
 def some(count: int) -> list[History]:
@@ -302,7 +317,7 @@ def test_every_history_is_decided_again_as_it_was_recorded():
 
 
 def test_each_process_of_a_log_begins_anew():
-    one, two, three = walk(1), walk(2), walk(3)
+    one, two, three = long()[:3]
     killed = History(one.policy, one.steps[:7])
     rows = [*killed.rows(), *two.rows(7), *three.rows(7 + len(two.steps))]
     result = replay(rows)
@@ -491,7 +506,7 @@ def test_whatever_is_altered_in_a_state_or_an_effect_is_found_where_it_is():
 
 @pytest.mark.parametrize("n", [0, 5])
 def test_whatever_is_altered_in_a_row_is_found(n):
-    rows = walk(4).rows()
+    rows = long()[0].rows()
     for path, row in damaged({k: v for k, v in rows[n].items() if k != "v"}, ""):
         found = replay([*rows[:n], {"v": 1, **row}, *rows[n + 1 :]]).difference
         assert found if "." not in path else True
@@ -584,7 +599,7 @@ def elastix(capsys):
 @pytest.fixture
 def log(tmp_path):
     """A log that a killed process and a whole one wrote."""
-    for pid, (history, count) in enumerate(((walk(5), 6), (walk(6), None))):
+    for pid, (history, count) in enumerate(((long()[0], 6), (long()[1], None))):
         file = EventLog(tmp_path / "events.jsonl", history.policy, pid)
         for step in history.steps[:count]:
             file.append(*step[1:])
@@ -638,19 +653,43 @@ def test_a_torn_last_line_is_tolerated_said_and_left_alone(elastix, log):
     assert "torn" not in elastix(log)[1]
 
 
+def recoveries(steps: list[Step]) -> int:
+    found = Recoveries()
+    return sum(found.update(s.before, s.event, s.after) is not None for s in steps)
+
+
+def test_a_recovery_that_a_killed_process_began_is_not_counted(elastix, tmp_path):
+    two = next(h for h in long() if recoveries(h.steps) == 0)
+    one, lost = next(
+        (history, n)
+        for history in long()
+        for n, step in enumerate(history.steps, 1)
+        if isinstance(step.event, SlicesLost) and isinstance(step.after, Restoring)
+        if recoveries(history.steps[:n] + two.steps) > recoveries(history.steps[:n])
+    )
+    one = History(one.policy, one.steps[:lost])
+    rows = [*one.rows(), *two.rows(lost)]
+    (tmp_path / "events.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    status, out, _ = elastix(tmp_path, "--json")
+    told = json.loads(out)
+    assert status == 0 and [p["end"] for p in told["processes"]] == ["Restoring", "Done"]
+    assert told["recoveries"] == recoveries(one.steps)
+
+
 def test_until_prints_the_state_there(elastix, run_dir):
     rows = list(RowReader(run_dir / "events.jsonl"))
     n = next(r["seq"] for r in rows if r["event"]["type"] == "SlicesLost") + 1
     status, out, _ = elastix(run_dir, "--until", n)
     state = rows[n]["state"]
     assert status == 0 and state["type"] == "Training" and len(state["mesh"]) == 1
+    ahead = state["dispatched"] - state["committed"]
     for line in (
         f"after row {n} at ",
         "Training: Steps run on `mesh`",
         "  policy          snapshot_every 5, checkpoint_every 10, probe_every 0.01 s\n",
         "  mesh            1\n",
         f"  committed       {state['committed']}\n",
-        f"  dispatched      {state['dispatched']} (",
+        f"  dispatched      {state['dispatched']} ({ahead} of 2 in flight)\n",
         "    up              1 (not up: 0)\n",
         "    sources         seed step 0\n",
         "    losses          1 without a committed step, of 10\n",
@@ -705,6 +744,8 @@ def test_bad_input_is_one_line_with_the_remedy_and_exit_status_2(elastix, tmp_pa
     assert "is not of an event log: give events.jsonl" in refused(other)
     other.write_bytes(b"\x00\xff\x93NUMPY\n")
     assert "line 1 is damaged" in refused(other)
+    other.write_text("[" * 10**5 + "\n")
+    assert "line 1 is damaged" in refused(other)
     other.write_text("".join([*lines[:4], lines[4][:-9] + "\n", *lines[5:]]))
     assert refused(other).endswith(
         "line 5 is damaged: only the lines before it can be read: replay them with --until 3"
@@ -726,7 +767,7 @@ def test_started_carries_the_policy_and_the_process(log):
     rows = list(RowReader(log))
     begun = [row["event"] for row in rows if row["event"]["type"] == "Started"]
     assert [event["pid"] for event in begun] == [0, 1]
-    assert [decode(event["policy"]) for event in begun] == [walk(5).policy, walk(6).policy]
+    assert [decode(event["policy"]) for event in begun] == [h.policy for h in long()[:2]]
     for name in ("policy", "pid"):
         event = {n: v for n, v in begun[0].items() if n != name}
         found = replay([{**rows[0], "event": event}, *islice(rows, 1, None)]).difference
@@ -734,4 +775,3 @@ def test_started_carries_the_policy_and_the_process(log):
     assert isinstance(
         decode({n: v for n, v in begun[0].items() if n not in ("policy", "pid")}), Started
     )
-    assert any(isinstance(s.after, Training) for s in walk(5).steps)

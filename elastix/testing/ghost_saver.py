@@ -13,7 +13,8 @@ from elastix.backends import Backend
 from elastix.checkpoints import CheckpointError
 from elastix.machine import Event, Save
 from elastix.saver import Saver
-from elastix.testing.ghosts import from_leaves, progress_after, to_leaves
+from elastix.testing.ghost_backend import from_leaves, to_leaves
+from elastix.testing.ghosts import progress_after
 from elastix.testing.schedules import ERRORS, Kind, Phase
 from elastix.testing.world import PLANTED, Violation, World
 

@@ -28,7 +28,8 @@ from elastix.machine import (
     Training,
     is_stale,
 )
-from elastix.testing.ghosts import GhostArrays, GhostBackend, progress_after
+from elastix.testing.ghost_backend import GhostBackend
+from elastix.testing.ghosts import GhostArrays, progress_after
 from elastix.testing.knowledge import NOBODY, Knowledge, blamed, violated
 from elastix.testing.promises import Promises
 from elastix.testing.world import POISON, World, expected

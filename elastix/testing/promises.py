@@ -21,7 +21,7 @@ from elastix.machine import (
     Waiting,
 )
 from elastix.machine.ledger import probes_needed
-from elastix.testing.ghosts import STEP_SECONDS
+from elastix.testing.ghost_backend import STEP_SECONDS
 from elastix.testing.knowledge import Knowledge, blamed, committed_after, lost_holder, violated
 from elastix.testing.schedules import Phase
 from elastix.testing.world import World
@@ -124,6 +124,7 @@ class Promises:
     def _waiting(self, before: Live, event: Event, after: Waiting) -> None:
         if not isinstance(before, Waiting):
             self._waiting_since = event.at
+            return
         if not isinstance(event, Probed):
             return
         if len(after.ledger.up) >= self._policy.min_slices:

@@ -187,9 +187,11 @@ def random_schedule(seed: int, slices: int = 4) -> Schedule:
         deadline = rng.choice((0.0, 2.0, 10.0, 30.0))
     grows = any(phase is Phase.REGROW for phase, _ in cells)
     durable = rng.random() < 0.95 or any(k in (Kind.ROT, Kind.DISK_FULL) for _, k in cells)
+    rots = any(kind is Kind.ROT for _, kind in cells)
     on_disk: list[int] = []
-    if durable and rng.random() < 0.25:
-        on_disk = sorted(rng.sample(range(1, num_steps + 1), rng.randint(1, min(3, num_steps))))
+    if durable and rng.random() < (0.8 if rots else 0.2):
+        most = num_steps if num_steps == 1 or rng.random() < 0.1 else num_steps - 1
+        on_disk = sorted(rng.sample(range(1, most + 1), rng.randint(1, min(3, most))))
     return Schedule(
         num_slices=num_slices,
         num_steps=num_steps,

@@ -26,8 +26,9 @@ from elastix.machine import (
     Tier,
 )
 from elastix.metrics import MetricsLog
+from elastix.testing.ghost_backend import GhostBackend, from_leaves
 from elastix.testing.ghost_saver import GhostSaver
-from elastix.testing.ghosts import GhostArrays, GhostBackend, GhostStream, from_leaves, loss_of
+from elastix.testing.ghosts import GhostArrays, GhostStream, loss_of
 from elastix.testing.invariants import Invariants
 from elastix.testing.knowledge import violated
 from elastix.testing.schedules import FOREVER, Kind, Phase, Schedule

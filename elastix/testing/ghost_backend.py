@@ -1,0 +1,134 @@
+"""Slices without devices: health, host memory and a clock, all of them the world's."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from elastix.backends import Health
+from elastix.classification import StuckError
+from elastix.testing.schedules import ERRORS, Kind, Phase
+from elastix.testing.world import POISON, Ghost, World
+
+STEP_SECONDS = 1.0
+PROBE_SECONDS = 0.05
+
+_CONNECTION = frozenset({Kind.UNAVAILABLE})
+"""All that a probe may raise: of everything else it says which slice does not answer."""
+
+
+class GhostCopy:
+    """A host copy of a train state in the host memory of one slice."""
+
+    def __init__(self, step: int, ghost: Ghost):
+        self.step, self.ghost = step, ghost
+
+    def whole(self, shapes: Any = None) -> dict[str, np.ndarray]:
+        return to_leaves(self.ghost)
+
+
+def to_leaves(ghost: Ghost) -> dict[str, np.ndarray]:
+    """A ghost as what is written to disk. Integers: no check for NaN tells poison from a state."""
+    return {"ghost": np.array(ghost, np.int64)}
+
+
+def from_leaves(leaves: dict[str, np.ndarray]) -> Ghost:
+    return tuple(leaves["ghost"].tolist())
+
+
+class GhostBackend:
+    """Slices without devices. Losses surface as on the simulated backend."""
+
+    name = "ghost"
+
+    def __init__(self, world: World):
+        self._world = world
+        self.devices = {s: (s,) for s in range(world.schedule.num_slices)}
+        self._memory: dict[int, dict[int, Any]] = {s: {} for s in self.devices}
+        world.on_loss.append(self._wipe)
+        world.on_return.append(lambda slice_id: self._memory[slice_id].clear())
+
+    def now(self) -> float:
+        return self._world.clock.now()
+
+    def idle(self, seconds: float) -> None:
+        due = self._world.next_due()
+        self._world.pass_time(seconds if due is None else min(seconds, due))
+
+    def probe(self, slices: Iterable[int]) -> dict[int, Health]:
+        return {s: self._probe(s) for s in sorted(slices)}
+
+    def _probe(self, slice_id: int) -> Health:
+        self._world.point(Phase.PROBE, raises=_CONNECTION)
+        if not self._world.saving:
+            self._world.pass_time(PROBE_SECONDS)
+        return self._world.health(slice_id)
+
+    def admit(self, slices: Iterable[int]) -> None:
+        for slice_id in sorted(slices):
+            self._world.point()
+            self._world.emptied.discard(slice_id)
+
+    def check(self, slices: Iterable[int]) -> None:
+        self._world.point(Phase.DISPATCH)
+        dead, emptied = self._world.dead, self._world.emptied
+        noticed = [s for s in sorted(slices) if dead.get(s) == "dispatch" or s in emptied]
+        if noticed:
+            raise data_loss(noticed, "dispatch")
+
+    def dispatched(self, step: int, slices: Iterable[int]) -> None:
+        self._world.point(Phase.DISPATCH)
+
+    def committed(self, step: int) -> None:
+        """Nothing waits for a step here: returns come by the clock."""
+
+    def read(self, results: Any, slices: Iterable[int], deadline: float) -> Any:
+        ids = sorted(slices)
+        phases = (Phase.SYNC, *results["phases"])
+        self._world.point(*phases, raises=ERRORS)
+        self._raise_if_dead(ids)
+        self._withhold(ids, deadline)
+        self._world.pass_time(STEP_SECONDS)
+        self._world.point(*phases, raises=ERRORS)
+        self._raise_if_dead(ids)
+        return dict(results)
+
+    def _withhold(self, slices: list[int], deadline: float) -> None:
+        """Let time pass until the deadline, or until a loss is known."""
+        give_up = self.now() + deadline
+        while self._world.hung.intersection(slices):
+            left = give_up - self.now()
+            if left <= 0:
+                raise StuckError(f"no result after {deadline:g} s")
+            self.idle(left)
+            self._raise_if_dead(slices)
+
+    def suspend(self, slices: Iterable[int]) -> None:
+        self._world.suspended.update(self._world.hung.intersection(slices))
+
+    def _raise_if_dead(self, slices: list[int]) -> None:
+        dead = [s for s in slices if not self._world.alive(s)]
+        if dead:
+            raise data_loss(dead, "reading a result")
+
+    def script_faults(self, faults: Sequence[object], num_steps: int) -> None:
+        if faults:
+            raise ValueError("what goes wrong here is in the schedule")
+
+    def unfired_faults(self) -> Sequence[Any]:
+        return ()
+
+    def host_memory(self, slice_id: int) -> dict[int, Any]:
+        return self._memory[slice_id]
+
+    def _wipe(self, slice_id: int) -> None:
+        for copy in self._memory[slice_id].values():
+            copy.ghost = POISON
+
+
+def data_loss(slices: list[int], where: str) -> jax.errors.JaxRuntimeError:
+    names = ", ".join(map(str, slices))
+    return jax.errors.JaxRuntimeError(f"DATA_LOSS: slice {names} is gone ({where})")

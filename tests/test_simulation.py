@@ -1,0 +1,288 @@
+"""The simulator: thousands of fault schedules through the real driver, and that it can fail."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from elastix.driver import Driver
+from elastix.machine import Done, Finishing, Prepare, Source, Tier
+from elastix.testing import (
+    CELLS,
+    Fault,
+    Kind,
+    Parts,
+    Phase,
+    Schedule,
+    Violation,
+    random_schedule,
+    shrink,
+    simulate,
+)
+from elastix.testing.ghost_backend import GhostBackend
+from elastix.testing.ghost_saver import GhostSaver
+from elastix.testing.ghosts import GhostArrays, GhostStream
+from elastix.testing.simulate_command import main, matrix
+
+SEEDS = {4: range(3000), 8: range(100_000, 102_000)}
+
+
+@pytest.fixture(scope="module")
+def results():
+    return [simulate(random_schedule(s, n)) for n, seeds in SEEDS.items() for s in seeds]
+
+
+def test_thousands_of_schedules_violate_nothing(results):
+    failed = [r for r in results if r.violation]
+    shown = "\n".join(f"{r.violation}: {r.schedule}" for r in failed[:5])
+    assert not failed, f"{len(failed)} of {len(results)}\n{shown}"
+
+
+def test_every_kind_of_fault_strikes_in_every_phase(results):
+    hits = sum((r.hits for r in results), Counter())
+    print(matrix(hits))
+    assert set(hits) == set(CELLS)
+    assert min(hits.values()) >= 20, matrix(hits)
+
+
+def test_runs_end_in_every_way(results):
+    ends = Counter(getattr(r.ends[-1], "outcome", "failed") for r in results if not r.violation)
+    assert set(ends) == {"done", "preempted", "failed"}
+    assert ends["done"] > 0.9 * len(results)
+
+
+@pytest.mark.parametrize("seed", range(25))
+def test_the_same_seed_gives_the_same_event_log(seed):
+    schedule = random_schedule(seed, 4)
+    assert schedule == random_schedule(seed, 4)
+    first = simulate(schedule).log
+    assert first and first == simulate(schedule).log
+
+
+def test_a_schedule_prints_as_the_python_that_makes_it():
+    names = {c.__name__: c for c in (Schedule, Fault, Phase, Kind, type(Schedule(1, 1).policy))}
+    for seed in range(50):
+        schedule = random_schedule(seed, 4)
+        assert eval(str(schedule), names) == schedule
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda: Fault(Phase.SYNC, Kind.DISK_FULL), "disk full does not occur in sync"),
+        (lambda: Fault(Phase.SYNC, Kind.LOSS, visit=0, slices=(0,)), "visit=0"),
+        (lambda: Fault(Phase.SYNC, Kind.LOSS), "name the slices"),
+        (lambda: Schedule(2, 3, on_disk=(4,)), "on_disk"),
+        (lambda: Schedule(2, 3, on_disk=(1,), durable=False), "keeps nothing on disk"),
+        (
+            lambda: Schedule(2, 3, faults=(Fault(Phase.SYNC, Kind.LOSS, slices=(2,)),)),
+            "there are 2 slices",
+        ),
+    ],
+)
+def test_a_schedule_that_makes_no_sense_is_refused(change, message):
+    with pytest.raises(ValueError, match=message):
+        change()
+
+
+# --- the simulator can fail: each of these defects is planted, found and shrunk -----------------
+
+
+class DroppedHolder(GhostArrays):
+    """Restores from whatever memory has the step, and does not ask whether its slice lives."""
+
+    def _host_copy(self, step, holders):
+        return super()._host_copy(step, frozenset(self._backend.devices))
+
+    def _require(self, slices, during):
+        pass
+
+
+class LateLoss(GhostBackend):
+    """Reads results from slices that died."""
+
+    def _raise_if_dead(self, slices):
+        pass
+
+
+class SkippedBatch(Driver):
+    """A stream that is built anew begins one batch too late."""
+
+    def _next_batch(self, step):
+        if self._batches is None and step > 2:
+            self._batches = self._stream.batches(step)
+        return super()._next_batch(step)
+
+
+class UncheckedSave(GhostSaver):
+    """Writes what it read, without asking whether the slice lived."""
+
+    def _write(self, effect, copy, metadata):
+        self._world.point()
+        if copy:
+            self._store.save(effect.step, copy.whole(), metadata)
+
+
+class DeafDriver(Driver):
+    """Takes every loss for one of slice 0, and goes on with the others."""
+
+    def _gone(self, slices):
+        return frozenset({0}) & slices
+
+
+class DeadMember(Driver):
+    """Prepares a mesh with a slice that was lost."""
+
+    def _start(self, effect):
+        if isinstance(effect, Prepare):
+            effect = replace(effect, mesh=frozenset(self._backend.devices))
+        super()._start(effect)
+
+
+class EagerFree(GhostArrays):
+    """Frees host snapshots that are still named."""
+
+    def release(self, state):
+        super().release(state)
+        for slice_id in self._backend.devices:
+            self._backend.host_memory(slice_id).clear()
+
+
+class Leak(GhostArrays):
+    """Frees nothing."""
+
+    def release(self, state):
+        pass
+
+
+class HastyDriver(Driver):
+    """Reports the end before the last step is durable."""
+
+    def _next(self):
+        raise AssertionError("not reached")
+
+    def run(self, state, first):
+        self._next = super()._next
+        last = []
+        self._observers = (*self._observers, lambda b, e, after, x: last.append(after))
+        start, self._start = self._start, lambda effect: None
+
+        def go(effect):
+            if isinstance(last[-1], Finishing):
+                raise Ended(last[-1])
+            start(effect)
+
+        self._start = go
+        try:
+            return super().run(state, first)
+        except Ended as end:
+            (at,) = end.args
+            return Done(at.why, at.train_state, at.iterator_state)
+
+
+class Ended(Exception):
+    pass
+
+
+class RegrowFromHost(Driver):
+    """Goes back to a snapshot, where the committed state could be moved as it is."""
+
+    def _start(self, effect):
+        if isinstance(effect, Prepare) and effect.source.tier is Tier.LIVE:
+            effect = replace(effect, source=Source(Tier.SEED, 0))
+        super()._start(effect)
+
+
+class LossyStore(GhostSaver):
+    """Says saved, and has kept nothing of every third step."""
+
+    def _answered(self, job):
+        super()._answered(job)
+        for step in [s for s in self._world.disk if s % 3 == 0]:
+            del self._world.disk[step]
+
+
+class TwiceStream(GhostStream):
+    """Gives the first batch again after it was read to the fourth."""
+
+    def batches(self, position):
+        for number, batch in enumerate(super().batches(position), position):
+            yield batch if number != 4 else {"example_id": np.array([0, 1], np.int64)}
+
+
+class LazyWatch(Driver):
+    """Never wakes up."""
+
+    def _next(self):
+        self._wake = None
+        return super()._next()
+
+
+DEFECTS = [
+    (Parts(arrays=DroppedHolder), "a restored state is right|a committed state is right"),
+    (Parts(backend=LateLoss), "committed on live slices"),
+    (Parts(driver=SkippedBatch), "exactly once, in order"),
+    (Parts(saver=UncheckedSave), "saved is saved|the newest|the end is on disk"),
+    (Parts(driver=DeafDriver), "runs on live slices|the run ends|a failure fits"),
+    (Parts(driver=DeadMember), "runs on live|nothing escapes|a failure fits|a restored"),
+    (Parts(arrays=EagerFree), "a named snapshot is kept|nothing dead is done|a snapshot"),
+    (Parts(arrays=Leak), "memory is bounded"),
+    (Parts(driver=HastyDriver), "the end is on disk|nothing dead is done"),
+    (Parts(driver=RegrowFromHost), "one meaning|nothing escapes|model and data|live redoes"),
+    (Parts(saver=LossyStore), "saved is saved"),
+    (Parts(stream=TwiceStream), "exactly once, in order"),
+    (Parts(driver=LazyWatch), "nothing escapes|a slice is taken back|the run ends"),
+]
+
+
+@pytest.mark.parametrize(("parts", "rules"), DEFECTS, ids=lambda p: "" if isinstance(p, str) else p)
+def test_a_planted_defect_is_found_and_shrunk(parts, rules):
+    def violation(schedule) -> Violation | None:
+        return simulate(schedule, parts).violation
+
+    schedules = (random_schedule(seed, 4) for seed in range(400))
+    schedule = next((s for s in schedules if violation(s)), None)
+    assert schedule, "400 seeds did not find the defect"
+    rule = violation(schedule).rule
+    smallest = shrink(schedule, lambda s: (v := violation(s)) is not None and v.rule == rule)
+    print(rule, smallest)
+    assert any(rule.startswith(name) for name in rules.split("|")), rule
+    assert violation(smallest).rule == rule
+    assert len(smallest.faults) <= 2 and smallest.num_slices <= 3 and smallest.num_steps <= 6
+
+
+# --- the command ----------------------------------------------------------------------------------
+
+
+def test_the_command_prints_the_matrix(capsys):
+    assert main(["--seeds", "0:60", "--slices", "4"]) == 0
+    out, err = capsys.readouterr()
+    assert len(out.splitlines()) == len(Kind) + 2
+    assert "60 of 60 runs" in err
+
+
+def test_verbose_shows_the_schedules(capsys):
+    assert main(["--seeds", "7", "--slices", "3", "--verbose"]) == 0
+    assert str(random_schedule(7, 3)) in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["--seeds", "5:2"],
+        ["--seeds", "x"],
+        ["--seeds", "3:3"],
+        ["--seeds"],
+        ["--slices", "0"],
+        ["--slices", "many"],
+        ["--seed", "1:2", "x"],
+        ["x"],
+    ],
+)
+def test_bad_input_is_one_line_and_status_2(argv, capsys):
+    assert main(argv) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and len(err.splitlines()) == 1 and err.startswith("elastix: ")
