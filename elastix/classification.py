@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import traceback
+from typing import Any
+
 import jax
+
+from elastix.machine import ControllerLost, Event, ProgramFailed, Slices, SlicesLost
 
 
 class StuckError(Exception):
@@ -31,3 +36,18 @@ def first_line(error: BaseException) -> str:
     """The first line of an error's message, or its type if it has none."""
     lines = str(error).strip().splitlines()
     return lines[0] if lines else type(error).__name__
+
+
+def failure_event(error: BaseException, mesh: Slices, gone: Slices) -> tuple[type[Event], Any]:
+    """(event, its fields) for an exception that something on `mesh` raised.
+
+    By the status code at the head of the message, through `__cause__`; then by what the slices
+    said when they were asked, which is `gone`. An error with every canary intact is the program's.
+    """
+    code, line = status_code(error), first_line(error)
+    if code == "UNAVAILABLE":
+        return ControllerLost, {"reason": line}
+    if code == "DATA_LOSS" or (code and gone):
+        return SlicesLost, {"slices": gone or mesh, "cause": line}
+    trace = "".join(traceback.format_exception(error))
+    return ProgramFailed, {"reason": f"{type(error).__name__}: {line}", "trace": trace}

@@ -18,9 +18,13 @@ from elastix.display import open_display
 from elastix.notices import notify_main
 from elastix.overrides import print_field_help
 from elastix.preparation import prepare, simulated_backend
+from elastix.replay_command import replay_main
 from elastix.run import Summary, train
 from elastix.supervision import InterruptedRun, supervise
 from elastix.verify import verify
+
+_TOOLS = {"notify": notify_main, "replay": replay_main}
+"""Commands that take no recipe."""
 
 DONE, FAILED, USAGE, PREEMPTED, INTERRUPTED = 0, 1, 2, 75, 130
 
@@ -32,8 +36,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     try:
         arguments = sys.argv[1:] if argv is None else list(argv)
-        if arguments and arguments[0] == "notify":
-            return notify_main(arguments[1:])
+        if arguments and arguments[0] in _TOOLS:
+            return _TOOLS[arguments[0]](arguments[1:])
         command = parse(arguments)
         if command is None:
             return DONE

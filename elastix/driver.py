@@ -7,7 +7,6 @@ what happened.
 from __future__ import annotations
 
 import threading
-import traceback
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -16,13 +15,12 @@ from typing import Any
 from elastix.arrays import Arrays
 from elastix.backends import Backend, Health, slices_of
 from elastix.checkpoints import CheckpointError, UnreadableHereError
-from elastix.classification import SliceLostError, StuckError, first_line, status_code
+from elastix.classification import SliceLostError, StuckError, failure_event, first_line
 from elastix.compile_cache import count_compiles
 from elastix.data import Stream
 from elastix.machine import (
     Abandon,
     Committed,
-    ControllerLost,
     DataFailed,
     Dispatched,
     Done,
@@ -246,28 +244,11 @@ class Driver:
             self._emit(StepStuck, during=during)
         except Exception as error:
             self._inflight.clear()
-            self._classify(error)
-
-    def _classify(self, error: Exception) -> None:
-        """A loss, a lost controller, or a defect of the program.
-
-        By the status code at the head of the message, through `__cause__`; then by asking the
-        slices. An error with every canary intact is the program's.
-        """
-        code = status_code(error)
-        cause = f"{code}: {first_line(error)}" if code else first_line(error)
-        if code == "UNAVAILABLE":
-            return self._emit(ControllerLost, reason=first_line(error))
-        gone = self._gone(self._mesh)
-        if code == "DATA_LOSS":
-            return self._emit(SlicesLost, slices=gone or self._mesh, cause=first_line(error))
-        if code and gone:
-            return self._emit(SlicesLost, slices=gone, cause=cause)
-        text = "".join(traceback.format_exception(error))
-        self._emit(ProgramFailed, reason=f"{type(error).__name__}: {first_line(error)}", trace=text)
+            kind, fields = failure_event(error, self._mesh, self._gone(self._mesh))
+            self._emit(kind, **fields)
 
     def _gone(self, slices: Slices) -> Slices:
-        health = self._backend.probe(slices)
+        health = self._backend.probe(sorted(slices))
         return slices_of(health, Health.DOWN, Health.EMPTIED)
 
     # --- steps ------------------------------------------------------------------------------

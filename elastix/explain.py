@@ -132,12 +132,7 @@ def describe(decision: Decision) -> str:
         f"after row {decision.seq} at {at}: {event}",
         f"{type(state).__name__}: {sentence(state)}",
     ]
-    changed = {
-        f.name: getattr(policy, f.name)
-        for f in dataclasses.fields(Policy)
-        if getattr(policy, f.name) != f.default
-    }
-    lines += _labelled("policy", [_fields(changed) or "all defaults"])
+    lines += _labelled("policy", [_fields(_chosen(policy)) or "all defaults"])
     for name, value in _own_fields(state):
         lines += _labelled(name, _lines_of(name, value, state, policy))
     ledger = getattr(state, "ledger", None)
@@ -146,6 +141,12 @@ def describe(decision: Decision) -> str:
         for name, value in _own_fields(ledger):
             lines += ["  " + x for x in _labelled(name, _lines_of(name, value, ledger, policy))]
     return "\n".join(lines)
+
+
+def _chosen(policy: Policy) -> dict[str, Any]:
+    """What is not as by default."""
+    values = ((f, getattr(policy, f.name)) for f in dataclasses.fields(policy))
+    return {field.name: value for field, value in values if value != field.default}
 
 
 def _own_fields(value: Any) -> Iterator[tuple[str, Any]]:

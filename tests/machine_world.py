@@ -153,10 +153,11 @@ def notice(world: World) -> Iterator[Choice]:
     if isinstance(world.machine, Starting | Done | Failed):
         return
     for slice_id in sorted(world.machine.ledger.up):
-        event = PreemptionNoticed(
-            at=0.0, epoch=world.epoch, slices=frozenset({slice_id}), until=1.0
-        )
-        yield f"notice {slice_id}", replace(world, events=(event,), faults=world.faults - 1)
+        for until in (0.0, 1.0):  # at the next probe it is over, or it is not
+            event = PreemptionNoticed(
+                at=0.0, epoch=world.epoch, slices=frozenset({slice_id}), until=until
+            )
+            yield f"notice {slice_id}", replace(world, events=(event,), faults=world.faults - 1)
 
 
 def with_health(world: World, slice_id: int, health: str) -> World:

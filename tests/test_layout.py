@@ -14,7 +14,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 # One file holds a whole model family, or all tests of a module.
-MAX_LINES = {"models": 450, "tests": 800}
+MAX_LINES = {"models": 450, "tests": 850}
 DEFAULT_MAX_LINES = 350
 NOT_OURS = {"build", "dist", "runs", "shared"}
 
@@ -191,7 +191,7 @@ PLANTED = [
     ),
     ({"elastix/utils.py": ""}, "elastix/utils.py: name it after what it does"),
     ({"elastix/a/b.py": "\n" * 351}, "elastix/a/b.py: 351 lines, at most 350"),
-    ({"tests/a/b.py": "\n" * 801}, "tests/a/b.py: 801 lines, at most 800"),
+    ({"tests/a/b.py": "\n" * 851}, "tests/a/b.py: 851 lines, at most 850"),
 ]
 
 

@@ -96,6 +96,10 @@ def training(committed: int = 45, dispatched: int | None = None, **changes) -> T
     return replace(state, **changes)
 
 
+def snapshotting(step: int) -> Training:
+    return training(step, owed=step, asked=Snapshot(EPOCH, step))
+
+
 def restoring(source: Source = host(40), **changes) -> Restoring:
     return Restoring(changes.pop("ledger", None) or ledger(), changes.pop("mesh", ALL), source)
 
@@ -601,6 +605,28 @@ def test_a_slice_that_was_left_is_not_taken_back_before_its_time():
     assert state.ledger.leaving == () and 1 in state.ledger.up, "it died, and came back"
 
 
+def test_a_notice_that_is_over_leaves_the_slice_in_its_place():
+    book = ledger(up=slices(0), leaving=(Leaving(1, 90.0),))
+    state, _ = on(training(45, 46, mesh=slices(0, 1), ledger=book), Probed, down=slices(2, 3))
+    assert state.ledger.up == slices(0, 1) and state.ledger.leaving == ()
+
+
+@pytest.mark.parametrize(
+    ("state", "event", "fields"),
+    [
+        (restoring(), Prepared, {"step": 30}),
+        (restoring(), SnapshotMissing, {"source": host(30)}),
+        (training(45, asked=RunStep(EPOCH, 46)), DataFailed, {"step": 44, "reason": "x"}),
+        (snapshotting(50), Snapshotted, {"step": 44, "holders": ALL}),
+        (snapshotting(50), Snapshotted, {"step": 50, "holders": slices(5)}),
+        (training(45, 46), Committed, {"step": 46, "epoch": EPOCH + 1}),
+    ],
+)
+def test_an_answer_to_what_was_not_asked_is_our_defect(state, event, fields):
+    with pytest.raises(ProtocolError):
+        on(state, event, **fields)
+
+
 def test_leaving_below_min_slices_waits_with_the_live_state():
     policy = replace(POLICY, min_slices=4)
     state, _ = on(training(45), PreemptionNoticed, policy, slices=slices(1), until=160.0)
@@ -642,8 +668,9 @@ def test_no_step_runs_ahead_of_a_snapshot_that_is_owed():
 
 
 def test_a_checkpoint_is_written_from_a_published_snapshot_by_turns():
-    before = training(60, owed=60, asked=Snapshot(EPOCH, 60))
-    state, effects = on(before, Snapshotted, step=60, holders=slices(1, 2, 3))
+    mesh = slices(1, 2, 3)
+    before = training(60, mesh=mesh, owed=60, asked=Snapshot(EPOCH, 60))
+    state, effects = on(before, Snapshotted, step=60, holders=mesh)
     assert effects[0] == Save(EPOCH, 60, 1) and state.ledger.saving == Saving(60, EPOCH, 1)
 
 

@@ -25,6 +25,8 @@ from elastix.explain import changes, describe, explain
 from elastix.jsonl import RowReader
 from elastix.machine import (
     TABLE,
+    DataFailed,
+    Dispatched,
     Done,
     Effect,
     Event,
@@ -32,14 +34,20 @@ from elastix.machine import (
     Finishing,
     Policy,
     PreemptionNoticed,
+    Prepared,
     ProtocolError,
+    RestoreFailed,
     Restoring,
+    RunStep,
     SlicesLost,
+    SnapshotMissing,
+    Snapshotted,
     Source,
     Started,
     Starting,
     State,
     Tier,
+    Training,
     is_stale,
     transition,
 )
@@ -122,9 +130,9 @@ def walk(seed: int, rules=transition) -> History:
 
 
 def stamped(event: Event, at: float) -> Event:
-    """The world has no clock: it says now, or after every deadline. A notice is for later."""
+    """The world has no clock: it says now, or after every deadline. Some notices are for later."""
     if isinstance(event, PreemptionNoticed):
-        return replace(event, at=at, until=at + LATE)
+        return replace(event, at=at, until=at + event.until * LATE)
     return replace(event, at=at + LATE * (event.at == LATE))
 
 
@@ -148,12 +156,27 @@ def struck(row: tuple[type, type], chance: random.Random) -> History:
         for end in chance.sample(ends, min(3, len(ends))):
             state = steps[end - 1].after
             event = replace(anything(row[1], chance), at=99.0, epoch=state.ledger.epoch)
+            event = answering(state, event)
             try:
                 answer = transition(state, event, policy)
-            except (ProtocolError, ZeroDivisionError):
+            except ProtocolError:
                 continue  # it makes no sense there
             return History(policy, [*steps[:end], Step(state, event, *answer)])
     raise AssertionError(f"no history comes to {row}")
+
+
+def answering(state: Any, event: Event) -> Event:
+    """The event, as an answer to what the state waits for, where it must be one."""
+    match state, event:
+        case Restoring(), SnapshotMissing() | RestoreFailed():
+            return replace(event, source=state.source)
+        case Restoring(), Prepared():
+            return replace(event, step=state.source.step)
+        case Training() | Finishing(), Snapshotted():
+            return replace(event, step=state.train_state.step, holders=state.mesh)
+        case Training(asked=RunStep()), Dispatched() | DataFailed():
+            return replace(event, step=state.asked.step)
+    return event
 
 
 def anything(kind: Any, chance: random.Random) -> Any:
@@ -547,12 +570,17 @@ def test_every_decision_and_every_state_can_be_told():
         assert not re.search(r"frozenset|[a-z]\(", "".join(map(describe, seen)) + "".join(told))
 
 
-def test_sources_are_told_newest_first():
+def test_sources_are_told_newest_first_and_how_far_dispatch_is_ahead():
     seen: list[Decision] = []
     for history in some(40):
         replay(history.rows(), seen.append)
     several = 0
     for decision in seen:
+        if isinstance(state := decision.after, Training):
+            ahead = (
+                f"({state.dispatched - state.committed} of {decision.policy.inflight} in flight)"
+            )
+            assert f"  dispatched      {state.dispatched} {ahead}\n" in describe(decision)
         text = describe(decision).partition("    sources ")[2].partition("    epoch ")[0]
         steps = [int(line.split()[2]) for line in text.splitlines() if " step " in line]
         assert steps == sorted(steps, reverse=True)
@@ -713,6 +741,7 @@ def test_explain_says_which_rule_fired_and_why(elastix, run_dir):
     assert out.startswith(f"row {n} ") and out.count("\nrow ") == 0
     assert "Training + Snapshotted -> Training\n" in out
     assert "rule            publish\n" in out
+    assert f"  event           Snapshotted step {step}, holders " in out
     assert "                A newer snapshot exists" in out
     assert f"ledger.sources: + host step {step} of epoch " in out
     assert f"effects         RunStep epoch {rows[n]['epoch']}, step {step + 1}\n" in out

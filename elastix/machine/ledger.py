@@ -124,6 +124,8 @@ def save(ledger: Ledger, source: Source) -> tuple[Ledger, Effects]:
         return replace(ledger, save_owed=True), NONE
     staying = source.holders & ledger.up
     holders = sorted(staying or source.holders & ledger.noticed)
+    if not holders:
+        return replace(ledger, save_owed=True), NONE
     holder = holders[source.step % len(holders)]
     saving = Saving(source.step, ledger.epoch, holder)
     ledger = replace(ledger, saving=saving, save_owed=False)
@@ -140,8 +142,10 @@ def health(ledger: Ledger, event: Probed) -> tuple[Ledger, Effects]:
     """What a probe says of who is up. A slice that was emptied answers, and holds nothing."""
     ledger, effects = forget(ledger, event.emptied | event.down)
     leaving = tuple(n for n in ledger.leaving if n.until > event.at)
+    overdue = ledger.noticed - {n.slice_id for n in leaving}  # the notice was wrong
+    up = ledger.up | overdue | event.up | event.emptied
     ledger = replace(ledger, leaving=leaving)
-    return replace(ledger, up=(ledger.up | event.up | event.emptied) - ledger.noticed), effects
+    return replace(ledger, up=up - ledger.noticed), effects
 
 
 def steadier(ledger: Ledger, slice_id: int, at: float, policy: Policy) -> Stable:

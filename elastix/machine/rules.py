@@ -83,6 +83,7 @@ from elastix.machine.verbs import (
 
 
 def start(state: Starting, event: Started, policy: Policy) -> Step:
+    """What exists is known: begin on the slices that are up, or wait for them."""
     ledger = Ledger(
         num_steps=event.num_steps,
         slices=event.slices,
@@ -96,6 +97,8 @@ def start(state: Starting, event: Started, policy: Policy) -> Step:
 def prepared(state: Restoring, event: Prepared, policy: Policy) -> Step:
     """The mesh is ready: train from the source's step, once its own snapshot is published."""
     ledger, step = state.ledger, state.source.step
+    if event.step != step:
+        raise ProtocolError(f"step {event.step} was prepared, and {step} was asked for")
     sources = tuple(s for s in ledger.sources if s.tier is not Tier.LIVE)
     ledger = replace(ledger, sources=sources)
     name = TrainStateName(step, ledger.epoch, state.mesh)
@@ -112,6 +115,8 @@ def prepared(state: Restoring, event: Prepared, policy: Policy) -> Step:
 
 def fall_back(state: Restoring, event: SnapshotMissing | RestoreFailed, policy: Policy) -> Step:
     """Never try this source again; take the next."""
+    if event.source != state.source:
+        raise ProtocolError(f"{event.source} failed, and {state.source} was asked for")
     sources = tuple(s for s in state.ledger.sources if s != event.source)
     ledger = replace(state.ledger, sources=sources)
     if event.source.tier is Tier.SEED and isinstance(event, RestoreFailed):
@@ -120,14 +125,16 @@ def fall_back(state: Restoring, event: SnapshotMissing | RestoreFailed, policy: 
 
 
 def dispatch(state: Training, event: Dispatched, policy: Policy) -> Step:
-    if event.step != state.dispatched + 1:
-        raise ProtocolError(f"step {event.step} dispatched after {state.dispatched}")
+    """The step is in flight; the next may follow, unless its snapshot comes first."""
+    if state.asked != RunStep(state.ledger.epoch, event.step):
+        raise ProtocolError(f"step {event.step} was dispatched, and {state.asked} was asked for")
     due = snapshot_due(event.step, state.ledger, policy)
     owed = event.step if due else None
     return advance(replace(state, dispatched=event.step, owed=owed, asked=None), event, policy)
 
 
 def commit(state: Training, event: Committed, policy: Policy) -> Step:
+    """The step counts: its results came from every slice, so all were alive after it."""
     if event.step != state.committed + 1 or event.step > state.dispatched:
         raise ProtocolError(
             f"step {event.step} committed after {state.committed}, dispatched {state.dispatched}"
@@ -153,6 +160,8 @@ def publish(state: Training | Finishing, event: Snapshotted, policy: Policy) -> 
     """A newer snapshot exists. The older one is let go when a step commits after it: until then
     nothing says that the holders of the newer one outlived its publication."""
     ledger = state.ledger
+    if event.step != state.train_state.step or event.holders != state.mesh:
+        raise ProtocolError(f"{event} is no snapshot of step {state.train_state.step}")
     new = Source(Tier.HOST, event.step, ledger.epoch, event.holders)
     again = (s for s in ledger.sources if not (s.tier is Tier.HOST and s.step == event.step))
     ledger = replace(ledger, sources=(*again, new))
@@ -209,6 +218,7 @@ def _step(source: Source) -> int:
 
 
 def slices_lost(state: Live, event: SlicesLost, policy: Policy) -> Step:
+    """The memory of these slices is gone."""
     return lose(state, event.slices, event, policy)
 
 
@@ -228,6 +238,7 @@ def probed(state: Training, event: Probed, policy: Policy) -> Step:
 
 
 def woke(state: Training, event: Woke, policy: Policy) -> Step:
+    """Time to look for the slices outside the mesh again."""
     return state, watch(state)
 
 
@@ -255,10 +266,12 @@ def _too_few(ledger: Ledger, policy: Policy) -> str:
 
 
 def waiting_woke(state: Waiting, event: Woke, policy: Policy) -> Step:
+    """Time to look for slices again."""
     return state, (Probe(state.ledger.epoch, state.ledger.slices),)
 
 
 def finishing_probed(state: Finishing, event: Probed, policy: Policy) -> Step:
+    """Only a loss inside the mesh matters now."""
     gone = (event.emptied | event.down) & state.mesh
     return lose(state, gone, event, policy) if gone else (state, NONE)
 
@@ -296,11 +309,14 @@ def tried(state: Diagnosing, event: Tried, policy: Policy) -> Step:
 
 
 def program_failed(state: Live, event: ProgramFailed, policy: Policy) -> Step:
+    """An error that no slice is to blame for ends the run, and is never retried."""
     return Failed(event.reason), NONE
 
 
 def data_failed(state: Training, event: DataFailed, policy: Policy) -> Step:
     """Once, the stream is rebuilt at the committed position; twice in a row is a broken source."""
+    if state.asked != RunStep(state.ledger.epoch, event.step):
+        raise ProtocolError(f"data for step {event.step} failed, {state.asked} was asked for")
     if state.ledger.data_failures:
         return Failed(f"the data stream failed twice at step {event.step}: {event.reason}"), NONE
     ledger = replace(state.ledger, data_failures=1)
@@ -308,6 +324,7 @@ def data_failed(state: Training, event: DataFailed, policy: Policy) -> Step:
 
 
 def controller_lost(state: Live, event: ControllerLost, policy: Policy) -> Step:
+    """Without its devices the process can only end; the durable tier stays."""
     hint = "run the same command again to resume from the last checkpoint"
     return Failed(f"the controller lost its devices ({event.reason}): {hint}"), NONE
 

@@ -115,6 +115,8 @@ def transition(state: State, event: Event, policy: Policy) -> Step:
     """
     if is_stale(state, event):
         return state, NONE
+    if not isinstance(state, Starting | Done | Failed) and event.epoch > state.ledger.epoch:
+        raise ProtocolError(f"{event} answers an epoch that has not begun")
     rule = TABLE.get((type(state), type(event)))
     if rule is None:
         raise ProtocolError(f"no rule for {type(event).__name__} in {type(state).__name__}")

@@ -42,11 +42,21 @@ def blamed(before: State, event: Event, after: State) -> Slices:
             gone = event.slices
         case Probed():
             gone = event.down | event.emptied
+        case SaveFailed() if is_awaited(before, event):
+            gone = getattr(event, "lost", NOBODY)
         case PreemptionNoticed():
             return NOBODY  # they still live, and hold what they hold
     if isinstance(before, Starting | Done | Failed) or isinstance(after, Starting | Done | Failed):
         return gone
     return gone | (before.ledger.up - after.ledger.up)
+
+
+def is_awaited(before: State, event: SaveFailed) -> bool:
+    """Whether it answers the save under way; the answer to one that was given up says nothing."""
+    if isinstance(before, Starting | Done | Failed):
+        return False
+    saving = before.ledger.saving
+    return saving is not None and (saving.step, saving.epoch) == (event.step, event.epoch)
 
 
 def committed_after(before: Training | Finishing, event: Event) -> int:

@@ -143,6 +143,8 @@ class Schedule:
             raise ValueError(f"min_slices={self.policy.min_slices} of {self.num_slices} slices")
         if self.num_steps < 1 or any(not 0 < s <= self.num_steps for s in self.on_disk):
             raise ValueError(f"on_disk={self.on_disk} in a run of {self.num_steps} steps")
+        if list(self.on_disk) != sorted(set(self.on_disk)):
+            raise ValueError(f"on_disk={self.on_disk}: name each step once, in order")
         if self.on_disk and not self.durable:
             raise ValueError("a run that keeps nothing on disk cannot begin with checkpoints")
         for fault in self.faults:
@@ -192,10 +194,11 @@ def random_schedule(seed: int, slices: int = 4) -> Schedule:
     if durable and rng.random() < (0.8 if rots else 0.2):
         most = num_steps if num_steps == 1 or rng.random() < 0.1 else num_steps - 1
         on_disk = sorted(rng.sample(range(1, most + 1), rng.randint(1, min(3, most))))
+    policy = _policy(rng, num_slices, grows, deadline)
     return Schedule(
         num_slices=num_slices,
         num_steps=num_steps,
-        policy=_policy(rng, num_slices, grows, deadline),
+        policy=replace(policy, checkpoint_every=1) if rots and grows else policy,
         faults=tuple(faults),
         save_seconds=rng.choice((0.1, 0.7, 2.5, 6.0)),
         on_disk=tuple(on_disk),
@@ -232,7 +235,7 @@ def _faults(
     """The fault of one cell and, where nothing would be restored or grown without it, a loss."""
     phase, kind = cell
     faults = []
-    if phase in (Phase.REGROW, Phase.RESTORE, Phase.PROBE) and rng.random() < 0.9:
+    if phase is Phase.REGROW or (phase in (Phase.RESTORE, Phase.PROBE) and rng.random() < 0.9):
         early = rng.randint(1, 2 * max(1, num_steps // 2))
         victim = (rng.randrange(num_slices),)
         faults.append(Fault(Phase.SYNC, Kind.LOSS, early, victim, rng.choice((0.2, 1.0, 2.0))))

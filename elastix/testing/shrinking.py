@@ -34,7 +34,10 @@ def _changes(schedule: Schedule) -> Iterator[Change]:
     faults = schedule.faults
     for n in range(len(faults)):
         yield partial(replace, schedule, faults=faults[:n] + faults[n + 1 :])
-    for field, value in (*_lower(schedule, "num_steps", "num_slices"), *_plainer(schedule)):
+    for _, steps in _lower(schedule, "num_steps"):
+        on_disk = tuple(sorted({min(s, steps) for s in schedule.on_disk}))
+        yield partial(replace, schedule, num_steps=steps, on_disk=on_disk)
+    for field, value in (*_lower(schedule, "num_slices"), *_plainer(schedule)):
         yield partial(replace, schedule, **{field: value})
     for field, value in _lower_policy(schedule.policy):
         yield partial(_with_policy, schedule, field, value)
@@ -56,6 +59,7 @@ def _with_fault(schedule: Schedule, n: int, field: str, value: Any) -> Schedule:
 def _plainer(schedule: Schedule) -> Iterator[tuple[str, Any]]:
     for n in range(len(schedule.on_disk)):
         yield "on_disk", schedule.on_disk[:n] + schedule.on_disk[n + 1 :]
+        yield "on_disk", tuple(s - (m == n) for m, s in enumerate(schedule.on_disk))
     if schedule.save_seconds != 1.0:
         yield "save_seconds", 1.0
     if schedule.durable:
