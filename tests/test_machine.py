@@ -46,6 +46,7 @@ from elastix.machine import (
     Starting,
     State,
     StepStuck,
+    Stopping,
     Tier,
     Training,
     TrainStateName,
@@ -249,7 +250,10 @@ def waiting_controller_lost():
 
 def waiting_preemption_noticed():
     book = ledger(sources=(SEED, disk(20), host(40)))
-    assert on(waiting(ledger=book), PreemptionNoticed) == (Done("preempted", None, 20), ())
+    state, effects = on(waiting(ledger=book), PreemptionNoticed)
+    assert isinstance(state, Stopping) and effects == (Save(EPOCH, 40, 0),), "40 is only held"
+    book = ledger(sources=(SEED, disk(40), host(40)))
+    assert on(waiting(ledger=book), PreemptionNoticed) == (Done("preempted", None, 40), ())
 
 
 def restoring_prepared():
@@ -420,6 +424,45 @@ def finishing_preemption_noticed():
     assert isinstance(state, Finishing) and effects == ()
 
 
+def stopping(reason: str | None = None, **changes) -> Stopping:
+    book = ledger(sources=(SEED, disk(20), host(40)), saving=Saving(40, EPOCH, 0), **changes)
+    return Stopping(book, reason)
+
+
+def stopping_saved():
+    assert on(stopping(), Saved, step=40) == (Done("preempted", None, 40), ())
+    assert on(stopping("too few"), Saved, step=40) == (Failed("too few"), ())
+
+
+def stopping_save_failed():
+    state, effects = on(stopping(), SaveFailed, step=40, reason="disk full")
+    assert (state, effects) == (Done("preempted", None, 20), ())
+
+
+def stopping_slices_lost():
+    state, effects = on(stopping(), SlicesLost, slices=slices(0))
+    assert effects == (Abandon(EPOCH, 40), Save(EPOCH, 40, 2)), "from a slice that lives"
+    state, _ = on(stopping(), SlicesLost, slices=ALL)
+    assert state == Done("preempted", None, 20)
+
+
+def stopping_probed():
+    assert on(stopping(), Probed, up=ALL) == (stopping(), ())
+
+
+def stopping_woke():
+    assert on(stopping(), Woke) == (stopping(), ())
+
+
+def stopping_controller_lost():
+    assert isinstance(on(stopping(), ControllerLost, reason="x")[0], Failed)
+
+
+def stopping_preemption_noticed():
+    state, effects = on(stopping(), PreemptionNoticed)
+    assert isinstance(state, Stopping) and effects == ()
+
+
 def _row_name(row: tuple[type, type]) -> str:
     camel = row[1].__name__
     snake = "".join(f"_{c.lower()}" if c.isupper() else c for c in camel)
@@ -511,7 +554,9 @@ def test_the_deadline_counts_from_the_first_moment_below():
     down = dict(up=slices(2, 3), down=slices(0, 1), epoch=EPOCH + 1)
     state, effects = on(state, Probed, policy, at=147.0, **down)
     assert effects == (WakeAt(EPOCH + 1, 150.0),)
-    end, _ = on(state, Probed, policy, at=150.0, **down)
+    state, effects = on(state, Probed, policy, at=150.0, **down)
+    assert isinstance(state, Stopping) and effects[0].step == 40, "what is held is saved first"
+    end, _ = on(state, Saved, policy, step=40, epoch=EPOCH + 1)
     assert end == Failed("2 of 4 slices were up after 50 s, and min_slices is 3")
 
 

@@ -27,6 +27,7 @@ from elastix.machine.messages import (
     ControllerLost,
     DataFailed,
     Dispatched,
+    Event,
     PreemptionNoticed,
     Prepared,
     Probe,
@@ -61,6 +62,7 @@ from elastix.machine.values import (
     Saving,
     Source,
     Starting,
+    Stopping,
     Tier,
     Training,
     TrainStateName,
@@ -74,7 +76,7 @@ from elastix.machine.verbs import (
     lose,
     restore,
     resume_or_wait,
-    stop_waiting,
+    stop,
     wants_regrow,
     watch,
 )
@@ -192,6 +194,9 @@ def save_failed(state: Live, event: SaveFailed, policy: Policy) -> Step:
     """A failed save never stops training; only the last one decides how the run ends."""
     if not _answers(state.ledger.saving, event):
         return state, NONE
+    if isinstance(state, Stopping):
+        without = tuple(s for s in state.ledger.sources if s.step != event.step or not s.holders)
+        return stop(replace(state.ledger, saving=None, sources=without), state.reason)
     if isinstance(state, Finishing) and event.step == state.train_state.step:
         return Failed(f"the last checkpoint could not be written: {event.reason}"), NONE
     return _after_save(replace(state, ledger=replace(state.ledger, saving=None)))
@@ -205,6 +210,8 @@ def _after_save(state: Live) -> Step:
     """A save that had to wait for this one begins now, from the newest snapshot."""
     if isinstance(state, Finishing):
         return conclude(state)
+    if isinstance(state, Stopping):
+        return stop(state.ledger, state.reason)
     ledger = state.ledger
     newest = max((s for s in ledger.sources if s.tier is Tier.HOST), default=None, key=_step)
     if not (ledger.save_owed and newest and newest.holders & ledger.up):
@@ -255,7 +262,8 @@ def waiting_probed(state: Waiting, event: Probed, policy: Policy) -> Step:
         assert ledger.below_since is not None
         limit = ledger.below_since + policy.deadline
         if event.at >= limit:
-            return Failed(_too_few(ledger, policy)), effects
+            nxt, more = stop(ledger, _too_few(ledger, policy))
+            return nxt, effects + more
     wake = WakeAt(ledger.epoch, min(event.at + policy.probe_every, limit))
     return replace(state, ledger=ledger), (*effects, wake)
 
@@ -276,7 +284,7 @@ def finishing_probed(state: Finishing, event: Probed, policy: Policy) -> Step:
     return lose(state, gone, event, policy) if gone else (state, NONE)
 
 
-def finishing_woke(state: Finishing, event: Woke, policy: Policy) -> Step:
+def too_late(state: Finishing | Stopping, event: Event, policy: Policy) -> Step:
     """The end is near: no slice is taken back any more."""
     return state, NONE
 
@@ -345,5 +353,5 @@ def drain(state: Live, event: PreemptionNoticed, policy: Policy) -> Step:
     """Dispatch nothing more; the last answer in flight ends the run."""
     state = replace(state, ledger=replace(state.ledger, draining=True))
     if isinstance(state, Waiting):
-        return stop_waiting(state.ledger), NONE
+        return stop(state.ledger, None)
     return advance(state, event, policy) if isinstance(state, Training) else (state, NONE)

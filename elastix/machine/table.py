@@ -39,7 +39,6 @@ from elastix.machine.rules import (
     dispatch,
     fall_back,
     finishing_probed,
-    finishing_woke,
     preempt,
     prepared,
     probed,
@@ -50,6 +49,7 @@ from elastix.machine.rules import (
     slices_lost,
     start,
     stuck,
+    too_late,
     tried,
     waiting_probed,
     waiting_woke,
@@ -64,6 +64,7 @@ from elastix.machine.values import (
     Restoring,
     Starting,
     State,
+    Stopping,
     Training,
     Waiting,
 )
@@ -88,11 +89,13 @@ TABLE: dict[tuple[type, type], Rule] = {
     (Restoring, RestoreFailed): fall_back,
     (Finishing, Snapshotted): publish,
     (Finishing, Probed): finishing_probed,
-    (Finishing, Woke): finishing_woke,
+    (Finishing, Woke): too_late,
+    (Stopping, Probed): too_late,
+    (Stopping, Woke): too_late,
     (Diagnosing, Probed): diagnosed,
     (Diagnosing, Tried): tried,
 }
-for _live in (Training, Waiting, Restoring, Diagnosing, Finishing):
+for _live in (Training, Waiting, Restoring, Diagnosing, Finishing, Stopping):
     TABLE[_live, SlicesLost] = slices_lost
     TABLE[_live, Saved] = saved
     TABLE[_live, SaveFailed] = save_failed

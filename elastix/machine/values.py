@@ -197,6 +197,15 @@ class Finishing:
 
 
 @dataclass(frozen=True, slots=True)
+class Stopping:
+    """Nothing runs, and nothing will: the newest host snapshot is being made durable. Then the
+    run ends as `preempted`, or as failed for `reason`."""
+
+    ledger: Ledger
+    reason: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Done:
     """The end that was asked for: `outcome` is `done` or `preempted`."""
 
@@ -212,5 +221,5 @@ class Failed:
     reason: str
 
 
-Live = Training | Waiting | Restoring | Diagnosing | Finishing
+Live = Training | Waiting | Restoring | Diagnosing | Finishing | Stopping
 State = Starting | Live | Done | Failed

@@ -39,6 +39,7 @@ from elastix.machine.values import (
     Slices,
     Source,
     State,
+    Stopping,
     Tier,
     Training,
     Waiting,
@@ -65,7 +66,7 @@ def wait(ledger: Ledger, mesh: Slices, event: Event, policy: Policy) -> Step:
     Below `min_slices` there is no patience: the first moment with enough ends the wait.
     """
     if ledger.draining:
-        return stop_waiting(ledger), NONE
+        return stop(ledger, None)
     enough = len(ledger.up) >= policy.min_slices
     want = most_slices(ledger, policy)
     until = event.at + policy.patience if enough else event.at
@@ -78,6 +79,9 @@ def lose(state: Live, slices: Slices, event: Event, policy: Policy) -> Step:
     ledger, effects = forget(state.ledger, slices)
     if isinstance(state, Waiting):
         return replace(state, ledger=below(ledger, event.at, policy)), effects
+    if isinstance(state, Stopping):
+        nxt, more = stop(ledger, state.reason)
+        return nxt, effects + more
     if not slices & involved(state):
         return replace(state, ledger=ledger), effects
     ledger = keep_live(state, slices, ledger, policy)
@@ -116,8 +120,10 @@ def with_live(state: Training | Finishing, holders: Slices) -> Ledger:
 
 def keep_live(state: Live, lost: Slices, ledger: Ledger, policy: Policy) -> Ledger:
     """With lookback `live`, the survivors' copy of the last committed step is a source."""
+    if policy.lookback != "live" or not isinstance(state, Training | Finishing):
+        return ledger
     survivors = state.mesh - lost
-    if policy.lookback != "live" or not isinstance(state, Training | Finishing) or not survivors:
+    if not survivors:
         return ledger
     return with_live(replace(state, ledger=ledger), survivors)
 
@@ -154,10 +160,18 @@ def watch(state: Training) -> Effects:
     return (Probe(state.ledger.epoch, outside),) if outside else NONE
 
 
-def stop_waiting(ledger: Ledger) -> Done:
-    """The end of a run that is asked to stop while nothing runs: the durable tier is left."""
-    durable = (s.step for s in ledger.sources if s.tier in (Tier.DISK, Tier.SEED))
-    return Done("preempted", None, max(durable, default=0))
+def stop(ledger: Ledger, reason: str | None) -> Step:
+    """End a run in which nothing runs; what a slice still holds is made durable first."""
+    answering = ledger.up | ledger.noticed
+    hosts = [s for s in ledger.sources if s.tier is Tier.HOST and s.holders & answering]
+    best = max(hosts, key=lambda s: s.step, default=None)
+    durable = max(s.step for s in ledger.sources if s.tier in (Tier.DISK, Tier.SEED))
+    if ledger.saving:
+        return Stopping(ledger, reason), NONE
+    if best and ledger.durable and best.step > durable:
+        ledger, effects = save(ledger, best)
+        return Stopping(ledger, reason), effects
+    return (Failed(reason) if reason else Done("preempted", None, durable)), NONE
 
 
 def advance(state: Training, event: Event, policy: Policy) -> Step:

@@ -116,7 +116,7 @@ class _Process:
         self.rows: list[tuple[Event, State, tuple[Effect, ...]]] = []
         self._struck_before = len(world.struck)
         world.on_loss, world.on_return = [], []
-        world.restoring = Phase.RESTORE
+        world.restoring, world.disconnected = Phase.RESTORE, False
         schedule = world.schedule
         self._backend = parts.backend(world)
         self._saver = parts.saver(world, self._backend) if schedule.durable else None

@@ -59,6 +59,8 @@ class World:
         """Points passed: a finer clock, which tells what came before what."""
         self.dead: dict[int, str] = {}
         """Lost slices, and where the loss surfaces."""
+        self.disconnected = False
+        """The controller's connection is gone, until its process ends."""
         self.hung: set[int] = set()
         """Slices that finish no step."""
         self.suspended: set[int] = set()
@@ -130,6 +132,8 @@ class World:
     def point(self, *phases: Phase, raises: frozenset[Kind] = _NO_ERRORS) -> None:
         """A point at which faults may strike; only kinds in `raises` may raise here."""
         self._tick()
+        if self.disconnected and Kind.UNAVAILABLE in raises:
+            raise _status(Kind.UNAVAILABLE)
         if not self.pending:
             return
         here = phases + self._context
@@ -184,7 +188,8 @@ class World:
             case _:
                 assert fault.kind in ERRORS
                 self.harm += fault.kind is Kind.DATA_LOSS
-                raise jax.errors.JaxRuntimeError(f"{fault.kind.name}: {PLANTED}")
+                self.disconnected = self.disconnected or fault.kind is Kind.UNAVAILABLE
+                raise _status(fault.kind)
 
     def _lose_all(self, slices: Iterable[int], fault: Fault) -> None:
         for slice_id in sorted(slices):
@@ -257,6 +262,10 @@ class World:
         """Whether the disk has a checkpoint of the right state after `step`, and it loads."""
         found = self.disk.get(step)
         return found is not None and step not in self.rotten and found[0] == expected(step)
+
+
+def _status(kind: Kind) -> jax.errors.JaxRuntimeError:
+    return jax.errors.JaxRuntimeError(f"{kind.value}: {PLANTED}")
 
 
 def expected(step: int) -> Ghost:
