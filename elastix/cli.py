@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import signal
 import sys
 import threading
 import traceback
@@ -25,6 +26,8 @@ from elastix.verify import verify
 
 _TOOLS = {"notify": notify_main, "replay": replay_main}
 """Commands that take no recipe."""
+
+_TERMINATED = 128 + signal.SIGTERM
 
 DONE, FAILED, USAGE, PREEMPTED, INTERRUPTED = 0, 1, 2, 75, 130
 
@@ -55,6 +58,7 @@ def _execute(command: Command) -> int:
         return DONE
     if command.name == "run":
         return _run(command)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(_TERMINATED))  # its children end with it
     difference = verify(command)
     return DONE if difference is None else _say(difference, FAILED)
 

@@ -46,6 +46,7 @@ from elastix.machine import (
     Starting,
     State,
     StepStuck,
+    TrainStateName,
     Tried,
     Try,
     WakeAt,
@@ -221,13 +222,13 @@ class Driver:
         """The last committed step."""
         return self._committed
 
-    def progress(self) -> Progress:
-        """What was consumed up to the last committed step."""
-        return self._progress[self._committed]
+    def progress(self, step: int) -> Progress:
+        """What was consumed up to `step`, the last committed one or one that is still a source."""
+        return self._progress[step]
 
-    def final_state(self) -> dict[str, Any] | None:
+    def final_state(self, name: TrainStateName | None) -> dict[str, Any] | None:
         """The whole leaves that a finished run ended with; None if it ended without a mesh."""
-        return self._arrays.final(self._committed, self._mesh)
+        return self._arrays.final(name.step, name.holders) if name else None
 
     # --- failures ---------------------------------------------------------------------------
 

@@ -42,6 +42,23 @@ class Row:
         )
 
 
+def read_losses(path: Path) -> list[float]:
+    """The loss of each step that an earlier process recorded.
+
+    Raises:
+        ValueError: the file is not such a record.
+    """
+    rows = read_rows(path)
+    try:
+        losses = [float(row["loss"]) for row in rows]
+        counted = [row["step"] for row in rows] == list(range(1, len(rows) + 1))
+    except (TypeError, KeyError, ValueError):
+        counted = False
+    if not counted:
+        raise ValueError(f"{path} is no record of steps from 1 on: choose another --run-dir")
+    return losses
+
+
 Listener = Callable[[Row], None]
 
 
@@ -61,10 +78,7 @@ class MetricsLog:
         self._exact_from, self._listeners = exact_from, listeners
         self._file = None
         if path is not None:
-            rows = read_rows(path)
-            self.losses = [row["loss"] for row in rows]
-            if [row["step"] for row in rows] != list(range(1, len(rows) + 1)):
-                raise ValueError(f"{path} does not count its steps from 1: move the file away")
+            self.losses = read_losses(path)
             self._file = path.open("a", encoding="utf-8")
 
     def commit(self, row: Row) -> str | None:

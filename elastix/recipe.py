@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -66,8 +67,17 @@ class AdamW:
     clip: float | None = 1.0
 
     def __post_init__(self) -> None:
-        if not self.peak > 0:
+        if not 0 < self.peak < math.inf:
             raise ValueError(f"optimizer.peak={self.peak}: use a learning rate above 0")
+        for name in ("b1", "b2"):
+            if not 0 <= getattr(self, name) < 1:
+                raise ValueError(f"optimizer.{name}={getattr(self, name)}: use 0 to below 1")
+        if not 0 <= self.weight_decay < math.inf:
+            raise ValueError(f"optimizer.weight_decay={self.weight_decay}: use 0 or more")
+        if not 0 <= self.floor <= 1:
+            raise ValueError(f"optimizer.floor={self.floor}: use a share from 0 to 1")
+        if self.clip is not None and not 0 < self.clip < math.inf:
+            raise ValueError(f"optimizer.clip={self.clip}: use a norm above 0, or None")
         if self.warmup < 0:
             raise ValueError(f"optimizer.warmup={self.warmup}: use 0 or more updates")
         if self.decay is not None and self.decay <= self.warmup:
@@ -132,8 +142,12 @@ class Recipe:
 
     def __post_init__(self) -> None:
         for name in ("num_steps", "global_batch", "num_replicas"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)}: use 1 or more")
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < 1:
+                raise ValueError(f"{name}={value!r}: use a whole number, 1 or more")
+        for name, kind in (("policy", Policy), ("mesh", MeshSpec), ("hooks", tuple)):
+            if not isinstance(getattr(self, name), kind):
+                raise ValueError(f"{name}={getattr(self, name)!r}: use a {kind.__name__}")
         if self.global_batch % self.num_replicas:
             raise ValueError(
                 f"global_batch={self.global_batch} cannot be split into "

@@ -81,7 +81,7 @@ def _call(given: str, make: Callable[[], object]) -> object:
         if isinstance(error, UnicodeError):
             raise ValueError(_failed(given, "fails", error)) from error
         raise  # of the recipe's own making: it names the value and the remedy
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise ValueError(_failed(given, "fails", error)) from error
 
 

@@ -223,7 +223,7 @@ def slices_text(ids: Sequence[int]) -> str:
 
 def recovery_block(recovery: Recovery, num_slices: int) -> Block:
     """What a recovery was and cost; its figures are those of `summary.json`."""
-    came_with = [("came back", recovery.found)] if recovery.kind == "loss" else []
+    came_with = [("joined", recovery.found)] if recovery.kind == "loss" else []
     went_with = [("lost", recovery.lost)] if recovery.kind not in ("loss", "leave") else []
     cost = (
         f"{plural(recovery.steps_lost, 'step')} lost, "

@@ -76,7 +76,7 @@ def train(
     count_compiles()
     backend = backend or default_backend()
     recipe.check_slices(len(backend.devices))
-    backend.script_faults(faults, recipe.num_steps)
+    backend.check_faults(faults, recipe.num_steps)
     stream = recipe.data.build(recipe.global_batch, recipe.seed)
     sample = next(stream.batches(0))
     program = Program(recipe, sample, backend.devices)
@@ -86,6 +86,7 @@ def train(
             numerics = {"versions": versions(), "layout": program.layout}
             directory = RunDirectory.open(run_dir, recipe, stream.fingerprint, numerics)
             stack.callback(directory.close)
+        backend.script_faults(faults)
         stop = stop or stack.enter_context(_stop_on_signals())
         shown = QuietDisplay(display) if display else NoDisplay()
         return _Run(recipe, program, stream, backend, directory, shown, stop).execute()
@@ -129,6 +130,8 @@ class _Run:
         metrics = MetricsLog(path, exact_from, listeners)
         log_path = self._directory.events if self._directory else None
         log = EventLog(log_path, recipe.policy, os.getpid())
+        # A full disk costs the log, and not the run.
+        record = quiet(log.append)
         saver = self._saver()
         driver = Driver(
             Arrays(self._program, backend, saver),
@@ -137,7 +140,7 @@ class _Run:
             recipe.policy,
             metrics,
             saver,
-            (lambda before, event, after, effects: log.append(event, after, effects), self._watch),
+            (lambda _, event, after, effects: record(event, after, effects), self._watch),
             Inbox(self._directory.path).take if self._directory else lambda: None,
             self._stop,
         )
@@ -149,7 +152,7 @@ class _Run:
             end = driver.run(Starting(), self._started())
             summary = self._summarise(end, driver, metrics)
         if self._directory:
-            self._directory.write_summary(asdict(summary))
+            quiet(self._directory.write_summary)(asdict(summary))
         self._display.finished(summary)
         return summary
 
@@ -199,7 +202,7 @@ class _Run:
         recovery = self._recoveries.update(before, event, after)
         self._display.event(before, event, after)
         if recovery:
-            self._record(recovery)
+            quiet(self._record)(recovery)
             self._display.recovered(recovery)
 
     def _record(self, recovery: Recovery) -> None:
@@ -210,16 +213,17 @@ class _Run:
                 append(file, asdict(recovery))
 
     def _summarise(self, end: Done | Failed, driver: Driver, metrics: MetricsLog) -> Summary:
-        final = driver.final_state() if isinstance(end, Done) else None
+        steps = end.iterator_state if isinstance(end, Done) else driver.committed
+        final = driver.final_state(end.train_state) if isinstance(end, Done) else None
         compiles, hits = count_compiles()
         return Summary(
             outcome=end.outcome if isinstance(end, Done) else "failed",
             reason=end.reason if isinstance(end, Failed) else None,
-            steps=driver.committed,
+            steps=steps,
             state_sha256=self._program.spec.sha256(final) if final else None,
             finite=all_finite(final) if final else None,
-            consumed=driver.progress().to_json(),
-            losses=metrics.losses,
+            consumed=driver.progress(steps).to_json(),
+            losses=metrics.losses[:steps],
             recoveries=self._recovered,
             compiles=compiles,
             compile_cache_hits=hits,

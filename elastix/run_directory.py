@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from elastix.checkpoints import CheckpointStore
-from elastix.jsonl import read_rows
+from elastix.metrics import read_losses
 from elastix.recipe import Recipe, describe
 
 FORMAT_VERSION = 1
@@ -53,7 +53,9 @@ class RunDirectory:
                 _take(lock, path)
                 store = CheckpointStore(path / "checkpoints", keep=recipe.policy.keep_checkpoints)
                 _refuse_fewer_steps(path, store, recipe)
-                exact_from = _exact_from(path, stored, numerics)
+                rows = len(read_losses(path / "metrics.jsonl"))
+                _refuse_lost_rows(path, store, rows)
+                exact_from = _exact_from(rows, stored, numerics)
                 write_json(path / "recipe.json", _recipe_file(recipe, data, numerics, exact_from))
             except OSError as error:
                 raise ValueError(f"run directory {path} cannot be written: {error}") from error
@@ -74,12 +76,12 @@ def write_json(path: Path, value: Any) -> None:
     os.replace(temporary, path)
 
 
-def _exact_from(path: Path, stored: dict[str, Any] | None, numerics: dict[str, Any]) -> int:
+def _exact_from(rows: int, stored: dict[str, Any] | None, numerics: dict[str, Any]) -> int:
     if stored is None:
         return 1
     if stored["numerics"] == numerics:
         return stored["exact_from"]
-    return len(read_rows(path / "metrics.jsonl")) + 1
+    return rows + 1
 
 
 def _recipe_file(
@@ -103,7 +105,9 @@ def _read_recipe(path: Path) -> dict[str, Any] | None:
         return None
     try:
         stored = json.loads(file.read_text(encoding="utf-8"))
-        stored["identity"], stored["data"], stored["numerics"], stored["exact_from"]
+        if stored["format_version"] != FORMAT_VERSION:
+            raise ValueError(f"format {stored['format_version']}, this is {FORMAT_VERSION}")
+        stored["identity"], stored["data"], stored["numerics"], int(stored["exact_from"])
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{file} is damaged ({error}): choose another --run-dir") from error
     return stored
@@ -147,6 +151,15 @@ def _refuse_fewer_steps(path: Path, store: CheckpointStore, recipe: Recipe) -> N
         raise ValueError(
             f"num_steps={recipe.num_steps} is less than what is done: {path} has a checkpoint of "
             f"step {steps[-1]}; ask for more steps or choose another --run-dir"
+        )
+
+
+def _refuse_lost_rows(path: Path, store: CheckpointStore, rows: int) -> None:
+    steps = store.steps()
+    if steps and steps[-1] > rows:
+        raise ValueError(
+            f"{path}/metrics.jsonl has rows up to step {rows}, and there is a checkpoint of step "
+            f"{steps[-1]}: put the file back, or choose another --run-dir"
         )
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import jax
@@ -62,14 +61,16 @@ def to_devices(whole: Mapping[str, np.ndarray], shardings: Mapping[str, NamedSha
     `jax.device_put` of a replicated numpy array shares one buffer between all CPU devices, and
     with the array itself; a copy for each device is what a real device would have.
     """
-    return {
-        path: jax.make_array_from_callback(array.shape, shardings[path], partial(_copy_of, array))
-        for path, array in whole.items()
-    }
+    return {path: _to_devices(array, shardings[path]) for path, array in whole.items()}
 
 
-def _copy_of(array: np.ndarray, index: Index | None) -> np.ndarray:
-    return np.array(array[index], copy=True)
+def _to_devices(array: np.ndarray, sharding: NamedSharding) -> jax.Array:
+    # Device by device: JAX asks once for all that a replicated leaf is equal on, and shares it.
+    parts = [
+        jax.device_put(np.array(array[index], copy=True), device)
+        for device, index in sharding.addressable_devices_indices_map(array.shape).items()
+    ]
+    return jax.make_array_from_single_device_arrays(array.shape, sharding, parts)
 
 
 def move(leaves: Leaves, donors: frozenset[Any], shardings: Mapping[str, NamedSharding]) -> Leaves:

@@ -94,7 +94,7 @@ def quiet(call: Callable[..., None]) -> Callable[..., None]:
             return
         try:
             call(*args)
-        except Exception as error:
+        except (Exception, SystemExit) as error:  # rich exits when its pipe is closed
             off = True
             with contextlib.suppress(OSError):
                 name = getattr(call, "__qualname__", repr(call))

@@ -22,6 +22,7 @@ from elastix.faults import validate
 from elastix.preparation import prepare, simulated_backend
 from elastix.recipe import Recipe
 from elastix.train_state import StateSpec
+from elastix.wording import plural
 
 _USAGE = 2
 _LABELS = ("with faults", "undisturbed")
@@ -239,7 +240,7 @@ def _last_checkpoint(child: Child) -> dict[str, np.ndarray]:
 def _tell(children: Sequence[Child]) -> None:
     summary = children[0].summary
     consumed = summary["consumed"]
-    recoveries = len(summary["recoveries"])
-    print(f"equal after {recoveries} recoveries: state_sha256 {summary['state_sha256']}")
+    recoveries = plural(len(summary["recoveries"]), "recovery", "recoveries")
+    print(f"equal after {recoveries}: state_sha256 {summary['state_sha256']}")
     print(f"equal: {consumed['examples']} examples consumed, sha256 {consumed['sha256']}")
     print(f"equal: the losses of all {len(summary['losses'])} steps")

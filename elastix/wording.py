@@ -11,9 +11,9 @@ def names(slices: Iterable[int]) -> str:
     return ", ".join(map(str, sorted(slices)))
 
 
-def plural(number: int, noun: str) -> str:
-    """A count and its noun: `1 step`, `2 steps`."""
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+def plural(number: int, noun: str, many: str = "") -> str:
+    """A count and its noun: `1 step`, `2 steps`, or with `many`: `2 recoveries`."""
+    return f"{number} {noun}" if number == 1 else f"{number} {many or noun + 's'}"
 
 
 def count(value: float) -> str:

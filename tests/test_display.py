@@ -158,7 +158,7 @@ def test_the_block_of_a_regrow_tells_what_came_back():
     assert block.title == "recovery: slices 1, 3 came back after step 48"
     assert dict(block.fields)["state from"] == "the surviving slices' own memory, after step 40"
     both = dict(report.recovery_block(replace(RECOVERY, found=[3]), 4).fields)
-    assert both["came back"] == "slice 3"
+    assert both["joined"] == "slice 3"
 
 
 def test_the_end_tells_the_loss_beside_that_of_frequencies():

@@ -67,7 +67,7 @@ def test_a_torn_last_line_is_cut_and_the_next_process_goes_on(tmp_path):
 def test_metrics_that_are_damaged_are_refused(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 2, "loss": 1.0}\n')
-    with pytest.raises(ValueError, match="does not count its steps from 1"):
+    with pytest.raises(ValueError, match="is no record of steps from 1 on"):
         MetricsLog(path)
     path.write_text("{]\n")
     with pytest.raises(ValueError, match="line 1 is damaged"):

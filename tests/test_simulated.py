@@ -93,6 +93,15 @@ def test_survivors_keep_their_buffers_and_only_new_devices_copy():
     )
 
 
+@pytest.mark.parametrize("spec", [P(), P("fsdp")])
+@pytest.mark.parametrize("size", [4, 4096])
+def test_each_device_has_a_buffer_of_its_own(spec, size):
+    sim = backend()
+    whole = {"x": np.ones((size, 16), np.float32)}
+    array = to_devices(whole, {"x": sharding(sim, [0, 1, 2, 3], spec)})["x"]
+    assert len({s.data.unsafe_buffer_pointer() for s in array.addressable_shards}) == 8
+
+
 def test_an_array_whose_buffer_is_shared_between_slices_is_refused():
     sim = backend()
     aligned = np.zeros(4096, np.float32)

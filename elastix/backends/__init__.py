@@ -72,12 +72,16 @@ class Backend(Protocol):
         """These slices do not finish what they were given: they count as down until they do."""
         ...
 
-    def script_faults(self, faults: Sequence[Fault], num_steps: int) -> None:
-        """Add faults to what will happen in a run of so many steps.
+    def check_faults(self, faults: Sequence[Fault], num_steps: int) -> None:
+        """Refuse faults that cannot happen in a run of so many steps.
 
         Raises:
-            ValueError: a fault that cannot happen, or a backend whose slices die by themselves.
+            ValueError: such a fault, or a backend whose slices die by themselves.
         """
+        ...
+
+    def script_faults(self, faults: Sequence[Fault]) -> None:
+        """Add faults to what will happen."""
         ...
 
     def unfired_faults(self) -> Sequence[Fault]:

@@ -98,10 +98,11 @@ class SimulatedBackend:
         self._canaries: dict[int, list[jax.Array]] = {}
         self.admit(self.devices)
 
-    def script_faults(self, faults: Sequence[Fault], num_steps: int) -> None:
-        pending = [*self.script.pending, *faults]
-        validate(pending, self.devices, num_steps)
-        self.script = Script(pending)
+    def check_faults(self, faults: Sequence[Fault], num_steps: int) -> None:
+        validate([*self.script.pending, *faults], self.devices, num_steps)
+
+    def script_faults(self, faults: Sequence[Fault]) -> None:
+        self.script = Script([*self.script.pending, *faults])
 
     def unfired_faults(self) -> list[Fault]:
         return self.script.pending

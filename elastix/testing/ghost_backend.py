@@ -114,9 +114,12 @@ class GhostBackend:
         if dead:
             raise data_loss(dead, "reading a result")
 
-    def script_faults(self, faults: Sequence[object], num_steps: int) -> None:
+    def check_faults(self, faults: Sequence[object], num_steps: int) -> None:
         if faults:
             raise ValueError("what goes wrong here is in the schedule")
+
+    def script_faults(self, faults: Sequence[object]) -> None:
+        """There are none."""
 
     def unfired_faults(self) -> Sequence[Any]:
         return ()

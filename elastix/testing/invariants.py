@@ -94,8 +94,8 @@ class Invariants:
         assert isinstance(before, Training) and self.driver
         if self.driver.committed != step:
             violated("one meaning of step", f"{step} committed, at {self.driver.committed}")
-        if self.driver.progress() != progress_after(step):
-            violated("exactly once, in order", f"step {step} consumed {self.driver.progress()}")
+        if self.driver.progress(step) != progress_after(step):
+            violated("exactly once, in order", f"{step} steps: {self.driver.progress(step)}")
         dead = [s for s in sorted(before.mesh) if not self._world.alive(s)]
         if dead:
             violated("committed on live slices", f"step {step}, with {dead} dead")
@@ -104,7 +104,7 @@ class Invariants:
     def _prepared(self, before: Live, step: int) -> None:
         assert isinstance(before, Restoring) and self.driver
         self._holds(before.mesh, before.ledger.epoch, step, "a restored state is right")
-        if self.driver.committed != step or self.driver.progress() != progress_after(step):
+        if self.driver.committed != step or self.driver.progress(step) != progress_after(step):
             violated("model and data never part", f"step {step}, data of {self.driver.committed}")
 
     def _holds(self, mesh: Slices, epoch: int, step: int, rule: str) -> None:

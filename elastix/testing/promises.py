@@ -54,12 +54,12 @@ class Promises:
         below = isinstance(after, Waiting) and len(after.ledger.up) < self._policy.min_slices
         if below and self._below_since is None:
             self._below_since = event.at
+        if isinstance(after, Waiting):
+            self._waiting(before, event, after)
         if isinstance(before, Starting | Done | Failed):
             return
         self._moved(before, event, after)
         self._saving(before, event, after)
-        if isinstance(after, Waiting):
-            self._waiting(before, event, after)
         if isinstance(after, Training):
             self._growing(event, after)
 
@@ -121,7 +121,7 @@ class Promises:
 
     # --- waits ------------------------------------------------------------------------------
 
-    def _waiting(self, before: Live, event: Event, after: Waiting) -> None:
+    def _waiting(self, before: State, event: Event, after: Waiting) -> None:
         if not isinstance(before, Waiting):
             self._waiting_since = event.at
             return

@@ -167,7 +167,8 @@ class _Process:
         )
         try:
             self.end = self._driver.run(Starting(), started)
-            final = self._driver.final_state() if isinstance(self.end, Done) else None
+            name = self.end.train_state if isinstance(self.end, Done) else None
+            final = self._driver.final_state(name)
             if self._saver:
                 self._saver.close()
         except Exception as error:

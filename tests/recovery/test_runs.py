@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import shutil
+import threading
 from dataclasses import replace
 
 import numpy as np
@@ -12,6 +13,8 @@ import pytest
 
 from elastix import Lose, Policy, Return, SimulatedBackend, train
 from elastix.checkpoints import CheckpointStore
+from elastix.machine import Waiting
+from elastix.summary import NoDisplay
 from tests.recipes.net import recipe
 
 NET = recipe()
@@ -196,6 +199,62 @@ def test_a_summary_tells_the_recoveries_of_every_process_of_the_run(tmp_path):
     summary = run(NET, Lose(2, step=20), run_dir=tmp_path / "run")
     assert [r["lost"] for r in summary.recoveries] == [[1], [2]]
     assert run(NET, run_dir=tmp_path / "run").recoveries == summary.recoveries
+
+
+def test_metrics_that_end_before_the_checkpoint_are_refused(tmp_path):
+    run(replace(NET, num_steps=12), run_dir=tmp_path / "run")
+    rows = (tmp_path / "run/metrics.jsonl").read_text().splitlines(keepends=True)
+    (tmp_path / "run/metrics.jsonl").write_text("".join(rows[:5]))
+    before = (tmp_path / "run/recipe.json").read_text()
+    with pytest.raises(
+        ValueError, match=r"up to step 5, and there is a checkpoint of step 12"
+    ):
+        run(NET, run_dir=tmp_path / "run")
+    assert (tmp_path / "run/recipe.json").read_text() == before
+
+
+def test_a_run_that_is_told_to_stop_while_it_waits_saves_what_a_slice_still_holds(tmp_path):
+    stop = threading.Event()
+    policy = replace(NET.policy, min_slices=4, checkpoint_every=0)
+
+    class Watcher(NoDisplay):
+        def event(self, before, event, after):
+            if isinstance(after, Waiting):
+                stop.set()
+
+    first = run(
+        replace(NET, policy=policy),
+        Lose(1, step=13),
+        run_dir=tmp_path / "run",
+        display=Watcher(),
+        stop=stop,
+    )
+    assert (first.outcome, first.steps) == ("preempted", 10)
+    assert len(first.losses) == 10 and first.consumed["examples"] == 10 * NET.global_batch
+    assert run(NET, run_dir=tmp_path / "run").resumed_at == 10
+
+
+def test_a_loss_right_after_a_restore_from_disk(undisturbed, tmp_path):
+    run(replace(NET, num_steps=20), run_dir=tmp_path / "run")
+    summary = run(NET, Lose(2, step=21), run_dir=tmp_path / "run")
+    assert_same(summary, undisturbed)
+
+
+def test_faults_of_a_run_that_was_refused_do_not_stay_in_the_backend(undisturbed, tmp_path):
+    backend = SimulatedBackend(4, 2)
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(ValueError, match="file"):
+        train(NET, backend=backend, faults=[Lose(1, step=9)], run_dir=tmp_path / "file")
+    assert_same(train(NET, backend=backend, faults=[Lose(1, step=9)]), undisturbed)
+
+
+@pytest.mark.parametrize("error", [BrokenPipeError(), SystemExit(1)])
+def test_a_display_that_fails_never_stops_training(undisturbed, error):
+    class Closed(NoDisplay):
+        def step(self, row):
+            raise error
+
+    assert_same(run(display=Closed()), undisturbed)
 
 
 # --- what ends a run ------------------------------------------------------------------------------
