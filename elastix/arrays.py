@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import jax
 import numpy as np
 
 from elastix.backends import Backend, Health, slices_of
+from elastix.checkpoints import CheckpointError
 from elastix.classification import SliceLostError
 from elastix.machine import (
     Done,
@@ -74,6 +76,8 @@ class Arrays:
             CheckpointError: a checkpoint cannot be trusted; it was set aside.
             SliceLostError: a slice that was read or written is not alive afterwards.
         """
+        # Once more: a slice may have come back while the step was compiled, and what it will hold
+        # is built from here on.
         self._backend.admit(mesh - source.holders)
         leaves, progress = self._build(source, mesh, known)
         if leaves is None:
@@ -129,9 +133,16 @@ class Arrays:
         self._unpublished.discard(step)
 
     def final(self, step: int, mesh: Slices) -> dict[str, np.ndarray] | None:
-        """The whole leaves after `step`, from a snapshot of a slice that was alive after the
-        copy; None if there is none."""
-        return self._host_copy(step, mesh)
+        """The whole leaves after `step`, from a snapshot of a slice that is alive after it was
+        read, or else from the checkpoint; None if there is neither."""
+        with contextlib.suppress(jax.errors.JaxRuntimeError):
+            for slice_id in sorted(mesh):
+                whole = self._host_copy(step, frozenset({slice_id}))
+                if whole and self._backend.probe([slice_id])[slice_id] is Health.UP:
+                    return whole
+        with contextlib.suppress(CheckpointError):
+            return self._saver.load(step)[0] if self._saver and step > 0 else None
+        return None
 
     def _require(self, slices: Slices, during: str) -> None:
         """What was read or written is only good if these slices are alive after it."""

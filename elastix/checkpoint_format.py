@@ -46,7 +46,7 @@ def pack(
         part = packed[start : start + parts[path].size]
         part[:] = parts[path]
         row = {"path": path, "dtype": str(leaves[path].dtype), "shape": leaves[path].shape}
-        table.append(row | {"offset": start, "bytes": part.size, "crc32": zlib.crc32(part)})
+        table.append(row | {"offset": start, "bytes": part.size, "crc32": zlib.crc32(part.data)})
     own = {"format_version": FORMAT_VERSION, "step": int(step), "leaves": table}
     return _sealed(step, {"metadata": dict(metadata), "checkpoint": own}), packed
 
@@ -111,7 +111,7 @@ def unpack(step: int, document: dict, state: object) -> dict[str, np.ndarray]:
     leaves = {}
     for row in document["checkpoint"]["leaves"]:
         part, dtype = packed[row["offset"] : row["offset"] + row["bytes"]], _dtype(row["dtype"])
-        if part.size != row["bytes"] or zlib.crc32(part) != row["crc32"]:
+        if part.size != row["bytes"] or zlib.crc32(part.data) != row["crc32"]:
             raise CheckpointError(f"step {step}: leaf {row['path']}: wrong checksum")
         if dtype is None:
             raise UnreadableHereError(f"step {step}: leaf {row['path']}: no {row['dtype']} here")

@@ -22,9 +22,10 @@ from elastix.preparation import prepare, simulated_backend
 from elastix.replay_command import replay_main
 from elastix.run import Summary, train
 from elastix.supervision import InterruptedRun, supervise
+from elastix.testing.simulate_command import main as simulate_main
 from elastix.verify import verify
 
-_TOOLS = {"notify": notify_main, "replay": replay_main}
+_TOOLS = {"notify": notify_main, "replay": replay_main, "simulate": simulate_main}
 """Commands that take no recipe."""
 
 _TERMINATED = 128 + signal.SIGTERM

@@ -18,6 +18,7 @@ elastix trains on several slices of devices, loses some, and carries on.
   elastix verify RECIPE   train it with and without the faults given, and compare the bits
   elastix notify RUN_DIR  tell a run that slices will be taken away
   elastix replay RUN_DIR  feed the events of a run to the machine again, and explain its decisions
+  elastix simulate        run fault schedules on ghosts instead of arrays, thousands by seed
 
 RECIPE is file.py, file.py:function or package.module:function; the function, `recipe` unless it
 is named, returns an elastix.Recipe.

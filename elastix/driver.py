@@ -6,7 +6,6 @@ what happened.
 
 from __future__ import annotations
 
-import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -15,7 +14,13 @@ from typing import Any
 from elastix.arrays import Arrays
 from elastix.backends import Backend, Health, slices_of
 from elastix.checkpoints import CheckpointError, UnreadableHereError
-from elastix.classification import SliceLostError, StuckError, failure_event, first_line
+from elastix.classification import (
+    SliceLostError,
+    StuckError,
+    failure_event,
+    first_line,
+    status_code,
+)
 from elastix.compile_cache import count_compiles
 from elastix.data import Stream
 from elastix.machine import (
@@ -28,7 +33,6 @@ from elastix.machine import (
     Event,
     Failed,
     Policy,
-    PreemptionNoticed,
     Prepare,
     Prepared,
     Probe,
@@ -54,7 +58,7 @@ from elastix.machine import (
     transition,
 )
 from elastix.metrics import MetricsLog, Row
-from elastix.notices import Notice
+from elastix.notices import Announcements
 from elastix.program import Batch
 from elastix.progress import Progress
 from elastix.saver import Saver
@@ -80,8 +84,7 @@ class Driver:
 
     Args:
         saver: the durable tier, or None for a run that keeps nothing on disk.
-        inbox: takes the next notice of preemption, if one has come.
-        stop: set from a signal handler: the whole job is asked to stop.
+        announced: the preemptions that the world announces.
     """
 
     def __init__(
@@ -93,8 +96,7 @@ class Driver:
         metrics: MetricsLog,
         saver: Saver | None,
         observers: tuple[Observer, ...] = (),
-        inbox: Callable[[], Notice | None] = lambda: None,
-        stop: threading.Event | None = None,
+        announced: Announcements | None = None,
     ):
         self._arrays, self._stream, self._backend = arrays, stream, backend
         self._policy, self._metrics, self._saver = policy, metrics, saver
@@ -108,9 +110,7 @@ class Driver:
         self._last_commit: float | None = None
         self._events: deque[Event] = deque()
         self._wake: WakeAt | None = None
-        self._inbox = inbox
-        self._stop = stop or threading.Event()
-        self._told_to_stop = False
+        self._announced = announced or Announcements()
 
     # --- the loop ---------------------------------------------------------------------------
 
@@ -141,33 +141,21 @@ class Driver:
     def _next(self) -> Event:
         """The next thing that happened: an answer, a wake-up, or the oldest step's results."""
         while True:
-            notice = self._notice()
+            notice = self._announced.next(self._backend.now(), self._epoch)
             if notice:
                 return notice
+            saved = self._saver.answer() if self._saver else None
+            if saved:  # first: the disk may have let go of what an older answer names
+                return saved
             if self._events:
                 return self._events.popleft()
             if self._wake and self._backend.now() >= self._wake.at:
                 epoch, self._wake = self._wake.epoch, None
                 return Woke(at=self._backend.now(), epoch=epoch)
-            saved = self._saver.answer() if self._saver else None
-            if saved:
-                return saved
             if self._inflight:
                 self._guarded(self._commit)
             else:
                 self._pass_time()
-
-    def _notice(self) -> Event | None:
-        """What the world has announced: the end of the whole job, or of some slices."""
-        if self._stop.is_set() and not self._told_to_stop:
-            self._told_to_stop = True
-            return PreemptionNoticed(at=self._backend.now(), epoch=self._epoch)
-        notice = self._inbox()
-        if notice is None:
-            return None
-        at = self._backend.now()
-        until = at + notice.seconds
-        return PreemptionNoticed(at=at, epoch=self._epoch, slices=notice.slices, until=until)
 
     def _pass_time(self) -> None:
         """Nothing is in the foreground: wait for a save or for the next wake-up."""
@@ -202,7 +190,7 @@ class Driver:
                 if self._saver:
                     self._saver.abandon(effect)
             case Probe():
-                self._probe(effect)
+                self._guarded(self._probe, effect)
             case Try():
                 self._guarded(self._try, effect)
             case WakeAt():
@@ -245,8 +233,13 @@ class Driver:
             self._emit(StepStuck, during=during)
         except Exception as error:
             self._inflight.clear()
-            kind, fields = failure_event(error, self._mesh, self._gone(self._mesh))
-            self._emit(kind, **fields)
+            self._guarded(self._explain, error)  # to ask the slices may fail as well
+
+    def _explain(self, error: Exception) -> None:
+        connected = status_code(error) != "UNAVAILABLE"
+        gone = self._gone(self._mesh) if connected else frozenset()
+        kind, fields = failure_event(error, self._mesh, gone)
+        self._emit(kind, **fields)
 
     def _gone(self, slices: Slices) -> Slices:
         health = self._backend.probe(sorted(slices))
@@ -296,6 +289,7 @@ class Driver:
 
     def _prepare(self, effect: Prepare) -> None:
         start, before = self._backend.now(), count_compiles()[0]
+        self._backend.admit(effect.mesh - effect.source.holders)
         self._arrays.compile(effect.mesh)
         compiled = self._backend.now()
         source = effect.source

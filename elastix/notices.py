@@ -9,12 +9,14 @@ import argparse
 import fcntl
 import json
 import os
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from elastix.jsonl import RowReader
+from elastix.machine import PreemptionNoticed
 
 _EVERY = 0.2
 """Seconds between two looks into the folder."""
@@ -47,6 +49,34 @@ class Inbox:
         waiting[0].rename(waiting[0].with_suffix(".taken"))
         value = json.loads(text)
         return Notice(frozenset(value["slices"]), max(0.0, value["until"] - time.time()))
+
+
+class Announcements:
+    """What the world has announced: the end of the whole job, or of some slices.
+
+    Args:
+        stop: set from a signal handler.
+        take: gives the next notice, if one has come.
+    """
+
+    def __init__(
+        self,
+        stop: threading.Event | None = None,
+        take: Callable[[], Notice | None] = lambda: None,
+    ):
+        self._stop, self._take = stop or threading.Event(), take
+        self._told = False
+
+    def next(self, at: float, epoch: int) -> PreemptionNoticed | None:
+        """The next event, each once."""
+        if self._stop.is_set() and not self._told:
+            self._told = True
+            return PreemptionNoticed(at=at, epoch=epoch)
+        notice = self._take()
+        if notice is None:
+            return None
+        until = at + notice.seconds
+        return PreemptionNoticed(at=at, epoch=epoch, slices=notice.slices, until=until)
 
 
 def post(run_dir: Path, slices: frozenset[int], seconds: float) -> Path:

@@ -35,7 +35,7 @@ from elastix.machine import (
     Tier,
 )
 from elastix.metrics import MetricsLog, Row
-from elastix.notices import Inbox
+from elastix.notices import Announcements, Inbox
 from elastix.program import Program
 from elastix.recipe import Hook, Recipe
 from elastix.recoveries import Recoveries, Recovery
@@ -141,8 +141,7 @@ class _Run:
             metrics,
             saver,
             (lambda _, event, after, effects: record(event, after, effects), self._watch),
-            Inbox(self._directory.path).take if self._directory else lambda: None,
-            self._stop,
+            self._announcements(),
         )
         self._display.started(self._info())
         with contextlib.ExitStack() as stack:
@@ -155,6 +154,11 @@ class _Run:
             quiet(self._directory.write_summary)(asdict(summary))
         self._display.finished(summary)
         return summary
+
+    def _announcements(self) -> Announcements:
+        if self._directory is None:
+            return Announcements(self._stop)
+        return Announcements(self._stop, Inbox(self._directory.path).take)
 
     def _saver(self) -> Saver | None:
         if self._store is None:

@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from elastix.backends import Backend, Health
+from elastix.backends import Backend, Health, slices_of
 from elastix.checkpoints import CheckpointError, CheckpointStore, UnreadableHereError
-from elastix.classification import first_line
-from elastix.machine import Abandon, Event, Save, Saved, SaveFailed
+from elastix.classification import SliceLostError, first_line
+from elastix.machine import Abandon, Event, Save, Saved, SaveFailed, Slices
 from elastix.snapshots import HostCopy
 from elastix.train_state import all_finite
 
@@ -92,11 +92,21 @@ class Saver:
                     epoch=effect.epoch,
                     step=effect.step,
                     reason=first_line(error),
+                    lost=self._lost(error, effect.holder),
                 )
             )
         else:
             at = self._backend.now()
             self._answers.put(Saved(at=at, epoch=effect.epoch, step=effect.step))
+
+    def _lost(self, error: Exception, holder: int) -> Slices:
+        """The slice that a failed save was written from, if it is gone."""
+        if isinstance(error, SliceLostError):
+            return error.slices
+        try:
+            return slices_of(self._backend.probe([holder]), Health.DOWN, Health.EMPTIED)
+        except Exception:
+            return frozenset()
 
     def _write(self, effect: Save, copy: HostCopy | None, metadata: dict[str, Any]) -> None:
         """A checkpoint counts only if its slice was alive after the copy was read."""
@@ -106,7 +116,8 @@ class Saver:
             raise CheckpointError(f"slice {effect.holder} has no snapshot of step {effect.step}")
         whole = copy.whole(self._shapes)
         if self._backend.probe([effect.holder])[effect.holder] is not Health.UP:
-            raise CheckpointError(f"slice {effect.holder} died while its copy was read")
+            gone = frozenset({effect.holder})
+            raise SliceLostError(gone, f"slice {effect.holder} died while its copy was read")
         if not all_finite(whole):
             raise CheckpointError(f"the state of step {effect.step} is not finite")
         self._store.save(effect.step, whole, metadata)

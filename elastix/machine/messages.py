@@ -105,10 +105,12 @@ class Saved(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveFailed(Event):
-    """The checkpoint of `step` could not be written; nothing of it is left."""
+    """The checkpoint of `step` could not be written; nothing of it is left. `lost` is the slice
+    it was written from, if that is found to be gone."""
 
     step: int
     reason: str
+    lost: Slices = frozenset()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,7 +14,6 @@ from elastix.machine.ledger import (
     below,
     checkpoint_due,
     choose_mesh,
-    forgive,
     health,
     host_source,
     newest_snapshot,
@@ -35,8 +34,6 @@ from elastix.machine.messages import (
     ProgramFailed,
     RestoreFailed,
     RunStep,
-    Saved,
-    SaveFailed,
     SlicesLost,
     SnapshotMissing,
     Snapshotted,
@@ -59,7 +56,6 @@ from elastix.machine.values import (
     Live,
     ProtocolError,
     Restoring,
-    Saving,
     Source,
     Starting,
     Stopping,
@@ -177,53 +173,6 @@ def publish(state: Training | Finishing, event: Snapshotted, policy: Policy) -> 
     return nxt, effects + more
 
 
-def saved(state: Live, event: Saved, policy: Policy) -> Step:
-    """The checkpoint is durable: it is a source from now on, and the oldest are let go."""
-    ledger = state.ledger
-    if not _answers(ledger.saving, event):
-        return state, NONE
-    disk = [s for s in ledger.sources if s.tier is Tier.DISK and s.step != event.step]
-    disk = sorted([*disk, Source(Tier.DISK, event.step)], key=lambda s: s.step)
-    others = [s for s in ledger.sources if s.tier is not Tier.DISK]
-    kept = disk[-policy.keep_checkpoints :]
-    ledger = forgive(replace(ledger, saving=None, sources=(*others, *kept)))
-    return _after_save(replace(state, ledger=ledger))
-
-
-def save_failed(state: Live, event: SaveFailed, policy: Policy) -> Step:
-    """A failed save never stops training; only the last one decides how the run ends."""
-    if not _answers(state.ledger.saving, event):
-        return state, NONE
-    if isinstance(state, Stopping):
-        without = tuple(s for s in state.ledger.sources if s.step != event.step or not s.holders)
-        return stop(replace(state.ledger, saving=None, sources=without), state.reason)
-    if isinstance(state, Finishing) and event.step == state.train_state.step:
-        return Failed(f"the last checkpoint could not be written: {event.reason}"), NONE
-    return _after_save(replace(state, ledger=replace(state.ledger, saving=None)))
-
-
-def _answers(saving: Saving | None, event: Saved | SaveFailed) -> bool:
-    return saving is not None and (saving.step, saving.epoch) == (event.step, event.epoch)
-
-
-def _after_save(state: Live) -> Step:
-    """A save that had to wait for this one begins now, from the newest snapshot."""
-    if isinstance(state, Finishing):
-        return conclude(state)
-    if isinstance(state, Stopping):
-        return stop(state.ledger, state.reason)
-    ledger = state.ledger
-    newest = max((s for s in ledger.sources if s.tier is Tier.HOST), default=None, key=_step)
-    if not (ledger.save_owed and newest and newest.holders & ledger.up):
-        return state, NONE
-    ledger, effects = save(ledger, newest)
-    return replace(state, ledger=ledger), effects
-
-
-def _step(source: Source) -> int:
-    return source.step
-
-
 def slices_lost(state: Live, event: SlicesLost, policy: Policy) -> Step:
     """The memory of these slices is gone."""
     return lose(state, event.slices, event, policy)
@@ -325,10 +274,10 @@ def data_failed(state: Training, event: DataFailed, policy: Policy) -> Step:
     """Once, the stream is rebuilt at the committed position; twice in a row is a broken source."""
     if state.asked != RunStep(state.ledger.epoch, event.step):
         raise ProtocolError(f"data for step {event.step} failed, {state.asked} was asked for")
-    if state.ledger.data_failures:
+    if state.ledger.data_failures and not state.ledger.draining:
         return Failed(f"the data stream failed twice at step {event.step}: {event.reason}"), NONE
     ledger = replace(state.ledger, data_failures=1)
-    return replace(state, ledger=ledger), (RunStep(ledger.epoch, event.step),)
+    return advance(replace(state, ledger=ledger, asked=None), event, policy)
 
 
 def controller_lost(state: Live, event: ControllerLost, policy: Policy) -> Step:

@@ -44,8 +44,6 @@ from elastix.machine.rules import (
     probed,
     program_failed,
     publish,
-    save_failed,
-    saved,
     slices_lost,
     start,
     stuck,
@@ -55,6 +53,7 @@ from elastix.machine.rules import (
     waiting_woke,
     woke,
 )
+from elastix.machine.saving import save_failed, saved
 from elastix.machine.values import (
     Diagnosing,
     Done,

@@ -66,7 +66,8 @@ def wait(ledger: Ledger, mesh: Slices, event: Event, policy: Policy) -> Step:
     Below `min_slices` there is no patience: the first moment with enough ends the wait.
     """
     if ledger.draining:
-        return stop(ledger, None)
+        # A new epoch: an answer to what was in flight may still come.
+        return stop(replace(ledger, epoch=ledger.epoch + 1), None)
     enough = len(ledger.up) >= policy.min_slices
     want = most_slices(ledger, policy)
     until = event.at + policy.patience if enough else event.at

@@ -43,7 +43,7 @@ def blamed(before: State, event: Event, after: State) -> Slices:
         case Probed():
             gone = event.down | event.emptied
         case SaveFailed() if is_awaited(before, event):
-            gone = getattr(event, "lost", NOBODY)
+            gone = event.lost
         case PreemptionNoticed():
             return NOBODY  # they still live, and hold what they hold
     if isinstance(before, Starting | Done | Failed) or isinstance(after, Starting | Done | Failed):

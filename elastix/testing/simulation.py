@@ -26,6 +26,7 @@ from elastix.machine import (
     Tier,
 )
 from elastix.metrics import MetricsLog
+from elastix.notices import Announcements
 from elastix.testing.ghost_backend import GhostBackend, from_leaves
 from elastix.testing.ghost_saver import GhostSaver
 from elastix.testing.ghosts import GhostArrays, GhostStream, loss_of
@@ -132,8 +133,7 @@ class _Process:
             metrics,
             self._saver,
             (self._record, self._invariants),
-            world.take_notice,
-            stop,
+            Announcements(stop, world.take_notice),
         )
         self._invariants.driver = self._driver
 

@@ -206,9 +206,7 @@ def test_metrics_that_end_before_the_checkpoint_are_refused(tmp_path):
     rows = (tmp_path / "run/metrics.jsonl").read_text().splitlines(keepends=True)
     (tmp_path / "run/metrics.jsonl").write_text("".join(rows[:5]))
     before = (tmp_path / "run/recipe.json").read_text()
-    with pytest.raises(
-        ValueError, match=r"up to step 5, and there is a checkpoint of step 12"
-    ):
+    with pytest.raises(ValueError, match=r"up to step 5, and there is a checkpoint of step 12"):
         run(NET, run_dir=tmp_path / "run")
     assert (tmp_path / "run/recipe.json").read_text() == before
 

@@ -1,0 +1,84 @@
+"""The rules for what becomes of a checkpoint that was being written."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from elastix.machine.ledger import (
+    NONE,
+    forget,
+    forgive,
+    save,
+)
+from elastix.machine.messages import (
+    Saved,
+    SaveFailed,
+)
+from elastix.machine.policy import Policy
+from elastix.machine.values import (
+    Failed,
+    Finishing,
+    Live,
+    Saving,
+    Source,
+    Stopping,
+    Tier,
+)
+from elastix.machine.verbs import (
+    Step,
+    conclude,
+    lose,
+    stop,
+)
+
+
+def saved(state: Live, event: Saved, policy: Policy) -> Step:
+    """The checkpoint is durable: it is a source from now on, and the oldest are let go."""
+    ledger = state.ledger
+    if not _answers(ledger.saving, event):
+        return state, NONE
+    disk = [s for s in ledger.sources if s.tier is Tier.DISK and s.step != event.step]
+    disk = sorted([*disk, Source(Tier.DISK, event.step)], key=lambda s: s.step)
+    others = [s for s in ledger.sources if s.tier is not Tier.DISK]
+    kept = disk[-policy.keep_checkpoints :]
+    ledger = forgive(replace(ledger, saving=None, sources=(*others, *kept)))
+    return _after_save(replace(state, ledger=ledger))
+
+
+def save_failed(state: Live, event: SaveFailed, policy: Policy) -> Step:
+    """A failed save never stops training; only the last one decides how the run ends."""
+    if not _answers(state.ledger.saving, event):
+        return state, NONE
+    if isinstance(state, Stopping):
+        ledger, _ = forget(replace(state.ledger, saving=None), event.lost)
+        if not event.lost:
+            kept = (s for s in ledger.sources if s.step != event.step or not s.holders)
+            ledger = replace(ledger, sources=tuple(kept))
+        return stop(ledger, state.reason)
+    if event.lost:
+        return lose(state, event.lost, event, policy)
+    if isinstance(state, Finishing) and event.step == state.train_state.step:
+        return Failed(f"the last checkpoint could not be written: {event.reason}"), NONE
+    return _after_save(replace(state, ledger=replace(state.ledger, saving=None)))
+
+
+def _answers(saving: Saving | None, event: Saved | SaveFailed) -> bool:
+    return saving is not None and (saving.step, saving.epoch) == (event.step, event.epoch)
+
+
+def _after_save(state: Live) -> Step:
+    """A save that had to wait for this one begins now, from the newest snapshot."""
+    if isinstance(state, Finishing):
+        return conclude(state)
+    if isinstance(state, Stopping):
+        return stop(state.ledger, state.reason)
+    ledger = state.ledger
+    newest = max((s for s in ledger.sources if s.tier is Tier.HOST), default=None, key=_step)
+    if not (ledger.save_owed and newest and newest.holders & ledger.up):
+        return state, NONE
+    ledger, effects = save(ledger, newest)
+    return replace(state, ledger=ledger), effects
+
+
+def _step(source: Source) -> int:
+    return source.step
