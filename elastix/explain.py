@@ -67,10 +67,11 @@ def explain(decision: Decision) -> str:
     """Which rule fired, why, what changed in the state and which effects followed; some lines."""
     event = decision.event
     before, after = type(decision.before).__name__, type(decision.after).__name__
+    unchanged = "nothing" if decision.before == decision.after else "the state, and no field of it"
     parts = [
         ("event", [_said(event), *textwrap.wrap(sentence(event), _WIDTH)]),
         ("rule", rule_lines(decision)),
-        ("changed", [str(c) for c in changes(decision.before, decision.after)] or ["nothing"]),
+        ("changed", [str(c) for c in changes(decision.before, decision.after)] or [unchanged]),
         ("effects", [words(effect) for effect in decision.effects] or ["none"]),
     ]
     head = f"row {decision.seq}  {_seconds(event.at)}  process {decision.process}"
