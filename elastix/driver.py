@@ -269,7 +269,7 @@ class Driver:
     def _commit(self) -> None:
         """Read the oldest step in flight; what came back says which examples it consumed."""
         step = self._inflight[0]
-        deadline = self._policy.deadlines["step"]
+        deadline = self._policy.step_deadline
         results = self._backend.read(step.results, self._mesh, deadline)
         self._inflight.popleft()
         ids = self._arrays.consumed_ids(results.pop("example_id"))
@@ -323,7 +323,7 @@ class Driver:
             alone = frozenset({slice_id})
             try:
                 results = self._arrays.trial(alone)
-                self._backend.read(results, alone, self._policy.deadlines["step"])
+                self._backend.read(results, alone, self._policy.step_deadline)
             except StuckError:
                 stuck.add(slice_id)
         self._backend.suspend(stuck)

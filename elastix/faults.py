@@ -13,69 +13,48 @@ from typing import Literal
 
 
 @dataclass(frozen=True, slots=True)
-class Lose:
+class Scripted:
+    """What happens to a slice at step `step`, or at second `time`."""
+
+    slice: int
+    step: int | None = None
+    time: float | None = None
+
+    def __post_init__(self) -> None:
+        if (self.step is None) == (self.time is None):
+            raise ValueError(f"{type(self).__name__}({self.slice}): give either step or time")
+        if self.step is not None and self.step < 1:
+            raise ValueError(f"{self}: steps count from 1")
+        if self.time is not None and not self.time >= 0:
+            raise ValueError(f"{self}: use a time of 0 seconds or later")
+
+    def __str__(self) -> str:
+        when = str(self.step) if self.step is not None else f"{self.time:g}s"
+        return f"--{type(self).__name__.lower()} {self.slice}@{when}"
+
+
+@dataclass(frozen=True, slots=True)
+class Lose(Scripted):
     """Lose a slice after step `step` was dispatched and before it is read, or at second `time`.
 
     `surfaces` says where the loss is noticed: when a result is read, or at the next dispatch.
     """
 
-    slice: int
-    step: int | None = None
-    time: float | None = None
     surfaces: Literal["read", "dispatch"] = "read"
-
-    def __post_init__(self) -> None:
-        _check(self)
-
-    def __str__(self) -> str:
-        return f"--lose {self.slice}@{_when(self)}"
 
 
 @dataclass(frozen=True, slots=True)
-class Hang:
+class Hang(Scripted):
     """From step `step` or second `time` on, a slice answers probes and finishes no step, until it
     is lost or returned."""
 
-    slice: int
-    step: int | None = None
-    time: float | None = None
-
-    def __post_init__(self) -> None:
-        _check(self)
-
-    def __str__(self) -> str:
-        return f"--hang {self.slice}@{_when(self)}"
-
 
 @dataclass(frozen=True, slots=True)
-class Return:
+class Return(Scripted):
     """Bring a slice back, with empty memory, when step `step` commits or at second `time`."""
-
-    slice: int
-    step: int | None = None
-    time: float | None = None
-
-    def __post_init__(self) -> None:
-        _check(self)
-
-    def __str__(self) -> str:
-        return f"--return {self.slice}@{_when(self)}"
 
 
 Fault = Lose | Hang | Return
-
-
-def _when(fault: Fault) -> str:
-    return str(fault.step) if fault.step is not None else f"{fault.time:g}s"
-
-
-def _check(fault: Fault) -> None:
-    if (fault.step is None) == (fault.time is None):
-        raise ValueError(f"{type(fault).__name__}({fault.slice}): give either step or time")
-    if fault.step is not None and fault.step < 1:
-        raise ValueError(f"{fault}: steps count from 1")
-    if fault.time is not None and not fault.time >= 0:
-        raise ValueError(f"{fault}: use a time of 0 seconds or later")
 
 
 def parse(kind: type[Fault], text: str) -> Fault:

@@ -64,7 +64,8 @@ def start_block(info: RunInfo, name: str) -> Block:
     policy_text = (
         f"{policy.min_slices} to {most} slices; after a loss go back to {lookback}; "
         f"{_checkpoints(policy.checkpoint_every)}; "
-        f"patience {policy.patience:g} s, deadline {policy.deadline:g} s"
+        f"patience {policy.patience:g} s, deadline {policy.deadline:g} s, "
+        f"{policy.step_deadline:g} s for a step"
     )
     return Block(
         f"{name}: {recipe.num_steps} steps on {info.num_slices} slices "

@@ -26,7 +26,7 @@ class Policy:
     """After a loss that leaves `min_slices`, seconds to wait for a return before going on."""
     deadline: float = 1800.0
     """Seconds to wait below `min_slices`, from the first moment below, before the run fails.
-    All other deadlines are shares of it (`deadlines`)."""
+    The deadline of a step is a share of it (`step_deadline`)."""
     lookback: Literal["live", "host"] = "host"
     """After a loss, go back to the last committed step on the surviving devices (`live`: costs
     `inflight` more device copies of the state, redoes nothing) or to the last host snapshot."""
@@ -50,10 +50,9 @@ class Policy:
     """What a loss or gradient that is not finite does to the run."""
 
     @property
-    def deadlines(self) -> dict[str, float]:
-        """Seconds for each thing that is waited for, all from the one budget `deadline`."""
-        shares = {"wait": 1, "compile": 2, "save": 6, "step": 30, "probe": 180}
-        return {name: self.deadline / share for name, share in shares.items()}
+    def step_deadline(self) -> float:
+        """Seconds until a step that was dispatched counts as stuck: a share of `deadline`."""
+        return self.deadline / 30
 
     def __post_init__(self) -> None:
         self._at_least("min_slices", 1)

@@ -31,7 +31,7 @@ def test_a_slice_that_hangs_is_found_by_trial_and_left_out(undisturbed, victim):
     assert summary.state_sha256 == undisturbed.state_sha256
     (recovery,) = summary.recoveries
     assert recovery["lost"] == [victim] and victim not in recovery["slices"]
-    step = NET.policy.deadlines["step"]
+    step = NET.policy.step_deadline
     assert summary.seconds == pytest.approx(3 * step, rel=0.01), "two tries and the trial"
 
 
@@ -45,7 +45,7 @@ def test_a_hang_that_ends_is_survived_by_all(undisturbed):
 def test_a_known_loss_interrupts_the_wait(undisturbed):
     summary = run(Hang(1, step=12), Lose(1, time=5.0))
     assert summary.outcome == "done" and summary.state_sha256 == undisturbed.state_sha256
-    assert summary.seconds < NET.policy.deadlines["step"]
+    assert summary.seconds < NET.policy.step_deadline
     assert summary.recoveries[0]["lost"] == [1]
 
 
