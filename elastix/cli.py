@@ -78,7 +78,7 @@ def _run(command: Command) -> int:
             summary = supervise(work, prepared.recipe.policy.grace)
     except InterruptedRun as given_up:
         _leave_at_once(given_up.status)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         if isinstance(error, ValueError) and not display.has_started and "\n" not in str(error):
             raise  # bad input: the message names the value and the remedy
         traceback.print_exc()

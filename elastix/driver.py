@@ -231,11 +231,11 @@ class Driver:
             during = f"step {self._inflight[0].step}" if self._inflight else str(error)
             self._inflight.clear()
             self._emit(StepStuck, during=during)
-        except Exception as error:
+        except (Exception, SystemExit) as error:  # a user's code may call sys.exit
             self._inflight.clear()
             self._guarded(self._explain, error)  # to ask the slices may fail as well
 
-    def _explain(self, error: Exception) -> None:
+    def _explain(self, error: BaseException) -> None:
         connected = status_code(error) != "UNAVAILABLE"
         gone = self._gone(self._mesh) if connected else frozenset()
         kind, fields = failure_event(error, self._mesh, gone)
@@ -250,7 +250,7 @@ class Driver:
     def _run_step(self, effect: RunStep) -> None:
         try:
             batch = self._next_batch(effect.step)
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             self._batches = None
             self._emit(DataFailed, step=effect.step, reason=first_line(error))
             return

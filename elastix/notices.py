@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NoReturn
 
 from elastix.jsonl import RowReader
 from elastix.machine import PreemptionNoticed
@@ -36,12 +37,17 @@ class Inbox:
     def __init__(self, run_dir: Path, clock: Callable[[], float] = time.monotonic):
         self._folder, self._clock = run_dir / "notices", clock
         self._next_look = 0.0
+        for late in self._waiting():  # meant for a process that is gone
+            late.rename(late.with_suffix(".missed"))
+
+    def _waiting(self) -> list[Path]:
+        return sorted(self._folder.glob("*.json")) if self._folder.is_dir() else []
 
     def take(self) -> Notice | None:
         """The next notice, if one has come."""
         if self._clock() < self._next_look:
             return None
-        waiting = sorted(self._folder.glob("*.json")) if self._folder.is_dir() else []
+        waiting = self._waiting()
         if not waiting:
             self._next_look = self._clock() + _EVERY
             return None
@@ -49,6 +55,13 @@ class Inbox:
         waiting[0].rename(waiting[0].with_suffix(".taken"))
         value = json.loads(text)
         return Notice(frozenset(value["slices"]), max(0.0, value["until"] - time.time()))
+
+
+class _Parser(argparse.ArgumentParser):
+    """Bad usage is a ValueError of one line, not an exit."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ValueError(f"{message} (elastix notify --help)")
 
 
 class Announcements:
@@ -120,25 +133,28 @@ def _slices_of(run_dir: Path) -> frozenset[int]:
     return frozenset(started[-1])
 
 
+def _slice_ids(text: str) -> frozenset[int]:
+    try:
+        return frozenset(int(part) for part in text.split(","))
+    except ValueError as error:
+        raise ValueError(f"--slices {text!r}: name slices such as 1 or 0,2") from error
+
+
 def notify_main(argv: Sequence[str]) -> int:
     """`elastix notify`: 0 when the notice was left. Raises ValueError for bad input."""
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="elastix notify",
         description="Tell a run that slices will be taken away: it leaves them before, and loses "
         "no step. Without --slices the whole job is asked to stop: it saves and exits with 75.",
         epilog="example: elastix notify runs/quickstart --slices 1 --in 60",
-        exit_on_error=False,
     )
     parser.add_argument("run_dir", metavar="RUN_DIR", type=Path)
-    parser.add_argument("--slices", metavar="S,S", default="", help="slices, counted from 0")
+    parser.add_argument("--slices", metavar="S,S", help="slices, counted from 0")
     parser.add_argument(
         "--in", dest="seconds", metavar="SECONDS", type=float, default=30.0, help="(default: 30)"
     )
-    try:
-        given = parser.parse_args(argv)
-        slices = frozenset(int(s) for s in given.slices.split(",") if s)
-    except (argparse.ArgumentError, ValueError) as error:
-        raise ValueError(f"{error} (elastix notify --help)") from error
+    given = parser.parse_args(argv)
+    slices = frozenset[int]() if given.slices is None else _slice_ids(given.slices)
     if not 0 <= given.seconds < float("inf"):
         raise ValueError(f"--in {given.seconds}: use 0 seconds or more")
     post(given.run_dir, slices, given.seconds)

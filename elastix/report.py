@@ -182,6 +182,9 @@ def _source(tier: str, step: int | None) -> str:
 def event_line(event: Event, after: State) -> str | None:
     """What a person should know of an event beside steps and recoveries; None: nothing."""
     match event:
+        case PreemptionNoticed(slices=slices) if slices:
+            left = max(0.0, event.until - event.at)
+            return f"{slices_text(sorted(slices))} will be taken away in {left:.3g} s: leaving"
         case PreemptionNoticed():
             return "stopping: the steps in flight are finished and saved (Ctrl-C: stop at once)"
         case SaveFailed():
@@ -210,6 +213,8 @@ def recovery_title(recovery: Recovery) -> str:
     """One line: what happened."""
     if recovery.kind == "loss":
         return f"{slices_text(recovery.lost)} lost after step {recovery.step}"
+    if recovery.kind == "leave" and not recovery.lost:
+        return f"paused for a preemption after step {recovery.step}"
     if recovery.kind == "leave":
         return f"{slices_text(recovery.lost)} left before preemption, after step {recovery.step}"
     if recovery.found:

@@ -56,6 +56,7 @@ class RunDirectory:
                 rows = len(read_losses(path / "metrics.jsonl"))
                 _refuse_lost_rows(path, store, rows)
                 exact_from = _exact_from(rows, stored, numerics)
+                _sign(lock)
                 write_json(path / "recipe.json", _recipe_file(recipe, data, numerics, exact_from))
             except OSError as error:
                 raise ValueError(f"run directory {path} cannot be written: {error}") from error
@@ -122,9 +123,12 @@ def _take(lock: TextIO, path: Path) -> None:
         raise ValueError(
             f"run directory {path} is in use by process {pid}: wait for it or choose another"
         ) from error
-    lock.truncate(0)
-    lock.write(f"{os.getpid()}\n")
-    lock.flush()
+
+
+def _sign(lock: TextIO) -> None:
+    """Say who holds the lock; past the buffer, which could not be closed on a full disk."""
+    os.ftruncate(lock.fileno(), 0)
+    os.pwrite(lock.fileno(), f"{os.getpid()}\n".encode(), 0)
 
 
 def _refuse(

@@ -98,7 +98,9 @@ def quiet(call: Callable[..., None]) -> Callable[..., None]:
             off = True
             with contextlib.suppress(OSError):
                 name = getattr(call, "__qualname__", repr(call))
-                print(f"elastix: {name} failed and is off from now on: {error}", file=sys.stderr)
+                closed = isinstance(error, SystemExit | BrokenPipeError)
+                why = "its output was closed" if closed else error
+                print(f"elastix: {name} failed and is off from now on: {why}", file=sys.stderr)
 
     return guarded
 

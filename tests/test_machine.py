@@ -672,9 +672,12 @@ def test_an_answer_to_what_was_not_asked_is_our_defect(state, event, fields):
         on(state, event, **fields)
 
 
-def test_leaving_below_min_slices_waits_with_the_live_state():
+def test_leaving_below_min_slices_saves_and_waits_with_the_live_state():
     policy = replace(POLICY, min_slices=4)
-    state, _ = on(training(45), PreemptionNoticed, policy, slices=slices(1), until=160.0)
+    state, effects = on(training(45), PreemptionNoticed, policy, slices=slices(1), until=160.0)
+    assert effects == (Snapshot(EPOCH, 45),), "its memory goes with it"
+    state, effects = on(state, Snapshotted, policy, step=45, holders=ALL)
+    assert effects == (Save(EPOCH, 45, 0), Probe(EPOCH + 1, ALL))
     assert isinstance(state, Waiting)
     assert Source(Tier.LIVE, 45, EPOCH, slices(0, 2, 3)) in state.ledger.sources
 

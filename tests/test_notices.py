@@ -69,6 +69,27 @@ def test_an_inbox_gives_each_notice_once_and_the_oldest_first(tmp_path):
     assert second.slices == frozenset() and inbox.take() is None
 
 
+def test_a_notice_for_a_process_that_is_gone_is_not_obeyed_by_the_next(tmp_path):
+    run_dir = tmp_path / "run"
+    train(replace(NET, num_steps=1), backend=SimulatedBackend(4, 2), run_dir=run_dir)
+    with held_lock(run_dir):
+        post(run_dir, frozenset(), 5.0)
+    assert Inbox(run_dir).take() is None
+    assert train(NET, backend=SimulatedBackend(4, 2), run_dir=run_dir).outcome == "done"
+
+
+def test_a_notice_that_leaves_too_few_saves_before_it_waits(undisturbed, tmp_path):
+    told = notifying(tmp_path / "run", 13, "--slices", "0,1,2,3", "--in", "1.5")
+    policy = replace(NET.policy, checkpoint_every=0)
+    told = replace(told, policy=policy, num_steps=4000)
+    summary = train(told, backend=SimulatedBackend(4, 2), run_dir=tmp_path / "run")
+    assert summary.outcome == "done"
+    (leave,) = summary.recoveries
+    assert leave["kind"] == "leave" and leave["steps_lost"] == 0
+    steps = [p.name for p in (tmp_path / "run/checkpoints").iterdir() if p.name.isdigit()]
+    assert str(leave["step"]) in steps, "what it held when it began to wait is on disk"
+
+
 def held_lock(run_dir):
     import fcntl
 
@@ -81,7 +102,10 @@ def held_lock(run_dir):
     ("arguments", "told"),
     [
         (["--slices", "7"], "slice 7 does not exist"),
-        (["--slices", "x"], "invalid literal"),
+        (["--slices", "x"], "name slices such as 1 or 0,2"),
+        (["--slices", ","], "name slices such as 1 or 0,2"),
+        (["--slices", ""], "name slices such as 1 or 0,2"),
+        (["--bogus"], "unrecognized arguments: --bogus"),
         (["--in", "-3"], "--in -3.0"),
         (["--in", "soon"], "invalid float"),
     ],

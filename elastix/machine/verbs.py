@@ -104,9 +104,13 @@ def leave(state: Training, event: Event, policy: Policy) -> Step:
     they live, they are donors if nobody else is."""
     staying = state.mesh - state.ledger.noticed
     ledger = with_live(state, staying or state.mesh)
-    if len(ledger.up) < policy.min_slices:
-        return wait(ledger, staying, event, policy)
-    return restore(ledger, choose_mesh(ledger, staying, policy))
+    if len(ledger.up) >= policy.min_slices:
+        return restore(ledger, choose_mesh(ledger, staying, policy))
+    if state.committed and host_source(state.ledger, state.committed) is None:
+        # Nothing will run, and those that leave take their memory along: save before.
+        book = replace(state.ledger, save_owed=state.ledger.durable)
+        return advance(replace(state, ledger=book, owed=state.committed), event, policy)
+    return wait(ledger, staying, event, policy)
 
 
 # --- what the verbs are made of ---------------------------------------------------------------

@@ -269,6 +269,15 @@ def test_an_error_of_the_users_program_is_never_taken_for_a_loss():
     assert "failing_loss" in summary.trace
 
 
+def exiting_loss(model, batch, keys):
+    raise SystemExit(0)
+
+
+def test_a_program_that_exits_has_failed_whatever_status_it_names():
+    summary = run(replace(NET, loss=exiting_loss))
+    assert (summary.outcome, summary.reason) == ("failed", "SystemExit: 0")
+
+
 def nan_loss(model, batch, keys):
     from tests.recipes.net import loss
 
