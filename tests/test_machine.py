@@ -435,8 +435,12 @@ def stopping_saved():
 
 
 def stopping_save_failed():
-    state, effects = on(stopping(), SaveFailed, step=40, reason="disk full")
-    assert (state, effects) == (Done("preempted", None, 20), ())
+    state, _ = on(stopping(), SaveFailed, step=40, reason="disk full")
+    assert state == Failed("the last checkpoint could not be written: disk full")
+    state, _ = on(stopping("too few"), SaveFailed, step=40, reason="disk full")
+    assert state == Failed("too few")
+    state, effects = on(stopping(), SaveFailed, step=40, reason="gone", lost=slices(0))
+    assert effects == (Abandon(EPOCH, 40), Save(EPOCH, 40, 2)), "from a slice that lives"
 
 
 def stopping_slices_lost():
@@ -679,6 +683,9 @@ def test_leaving_below_min_slices_saves_and_waits_with_the_live_state():
     state, effects = on(state, Snapshotted, policy, step=45, holders=ALL)
     assert effects == (Save(EPOCH, 45, 0), Probe(EPOCH + 1, ALL))
     assert isinstance(state, Waiting)
+    held = training(45, ledger=ledger(sources=(SEED, host(45))))
+    _, effects = on(held, PreemptionNoticed, policy, slices=slices(1), until=160.0)
+    assert effects[0] == Save(EPOCH, 45, 0), "a snapshot that is there already is saved too"
     assert Source(Tier.LIVE, 45, EPOCH, slices(0, 2, 3)) in state.ledger.sources
 
 

@@ -282,6 +282,16 @@ def test_a_planted_defect_is_found_and_shrunk(parts, rules):
     assert len(smallest.faults) <= 2 and smallest.num_slices <= 4
 
 
+# --- longer ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("slices", [2, 4, 8])
+def test_many_more_schedules_violate_nothing(slices):
+    """Minutes, and other seeds than those of every day."""
+    assert main(["--seeds", "1000000:1020000", "--slices", str(slices)]) == 0
+
+
 # --- the command ----------------------------------------------------------------------------------
 
 

@@ -6,7 +6,6 @@ from dataclasses import replace
 
 from elastix.machine.ledger import (
     NONE,
-    forget,
     forgive,
     save,
 )
@@ -49,14 +48,11 @@ def save_failed(state: Live, event: SaveFailed, policy: Policy) -> Step:
     """A failed save never stops training; only the last one decides how the run ends."""
     if not _answers(state.ledger.saving, event):
         return state, NONE
-    if isinstance(state, Stopping):
-        ledger, _ = forget(replace(state.ledger, saving=None), event.lost)
-        if not event.lost:
-            kept = (s for s in ledger.sources if s.step != event.step or not s.holders)
-            ledger = replace(ledger, sources=tuple(kept))
-        return stop(ledger, state.reason)
     if event.lost:
         return lose(state, event.lost, event, policy)
+    if isinstance(state, Stopping):
+        unsaved = f"the last checkpoint could not be written: {event.reason}"
+        return Failed(state.reason or unsaved), NONE
     if isinstance(state, Finishing) and event.step == state.train_state.step:
         return Failed(f"the last checkpoint could not be written: {event.reason}"), NONE
     return _after_save(replace(state, ledger=replace(state.ledger, saving=None)))

@@ -106,11 +106,14 @@ def leave(state: Training, event: Event, policy: Policy) -> Step:
     ledger = with_live(state, staying or state.mesh)
     if len(ledger.up) >= policy.min_slices:
         return restore(ledger, choose_mesh(ledger, staying, policy))
-    if state.committed and host_source(state.ledger, state.committed) is None:
-        # Nothing will run, and those that leave take their memory along: save before.
-        book = replace(state.ledger, save_owed=state.ledger.durable)
-        return advance(replace(state, ledger=book, owed=state.committed), event, policy)
-    return wait(ledger, staying, event, policy)
+    # Nothing will run, and those that leave take their memory along: save before.
+    snapshot, effects = host_source(ledger, state.committed), NONE
+    if snapshot is None and state.committed:
+        return advance(replace(state, owed=state.committed), event, policy)
+    if snapshot and ledger.durable:
+        ledger, effects = save(ledger, snapshot)
+    nxt, more = wait(ledger, staying, event, policy)
+    return nxt, effects + more
 
 
 # --- what the verbs are made of ---------------------------------------------------------------
