@@ -6,10 +6,10 @@ import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import NoReturn
 
 from elastix.faults import Fault, Hang, Lose, Return
 from elastix.faults import parse as parse_fault
+from elastix.usage import UsageParser
 
 _ABOUT = """\
 elastix trains on several slices of devices, loses some, and carries on.
@@ -182,15 +182,8 @@ def _split(arguments: Sequence[str]) -> tuple[list[str], list[str], list[str]]:
     return options, places, fields
 
 
-class _Parser(argparse.ArgumentParser):
-    """Bad usage is a ValueError of one line, not a page and an exit."""
-
-    def error(self, message: str) -> NoReturn:
-        raise ValueError(f"{message} ({self.prog} --help)")
-
-
 def _parser(name: str) -> argparse.ArgumentParser:
-    parser = _Parser(
+    parser = UsageParser(
         prog=f"elastix {name}",
         usage=f"elastix {name} RECIPE [options] [--FIELD VALUE]...",
         description=_TEXTS[name],

@@ -5,7 +5,6 @@ A notice is one small file, written whole under its final name, so that a reader
 
 from __future__ import annotations
 
-import argparse
 import fcntl
 import json
 import os
@@ -14,10 +13,10 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
 
 from elastix.jsonl import RowReader
 from elastix.machine import PreemptionNoticed
+from elastix.usage import UsageParser
 
 _EVERY = 0.2
 """Seconds between two looks into the folder."""
@@ -55,13 +54,6 @@ class Inbox:
         waiting[0].rename(waiting[0].with_suffix(".taken"))
         value = json.loads(text)
         return Notice(frozenset(value["slices"]), max(0.0, value["until"] - time.time()))
-
-
-class _Parser(argparse.ArgumentParser):
-    """Bad usage is a ValueError of one line, not an exit."""
-
-    def error(self, message: str) -> NoReturn:
-        raise ValueError(f"{message} (elastix notify --help)")
 
 
 class Announcements:
@@ -142,7 +134,7 @@ def _slice_ids(text: str) -> frozenset[int]:
 
 def notify_main(argv: Sequence[str]) -> int:
     """`elastix notify`: 0 when the notice was left. Raises ValueError for bad input."""
-    parser = _Parser(
+    parser = UsageParser(
         prog="elastix notify",
         description="Tell a run that slices will be taken away: it leaves them before, and loses "
         "no step. Without --slices the whole job is asked to stop: it saves and exits with 75.",

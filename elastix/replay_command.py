@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import islice
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from elastix.event_log import encode
 from elastix.explain import describe, explain, explanation
@@ -18,6 +18,7 @@ from elastix.jsonl import RowReader
 from elastix.machine import Done, Failed, Started, State, Training
 from elastix.recoveries import Recoveries
 from elastix.replay import Decision, Process, Replay, replay
+from elastix.usage import UsageParser
 
 SAME, DIFFERENT, USAGE, BROKEN_PIPE = 0, 1, 2, 141
 
@@ -195,15 +196,8 @@ def _say(line: str, status: int) -> int:
     return status
 
 
-class _Parser(argparse.ArgumentParser):
-    """Bad usage is a ValueError of one line, not a page and an exit."""
-
-    def error(self, message: str) -> NoReturn:
-        raise ValueError(f"{message} ({self.prog} --help)")
-
-
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(
+    parser = UsageParser(
         prog="elastix replay",
         usage="elastix replay RUN_DIR [--until N] [--explain] [--json]",
         description=_ABOUT,
