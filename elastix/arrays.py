@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterable
+from concurrent.futures import Future
 from typing import Any
 
 import jax
 import numpy as np
 
 from elastix.backends import Backend, Health, slices_of
+from elastix.background import wait_for
 from elastix.checkpoints import CheckpointError
-from elastix.classification import SliceLostError
+from elastix.classification import SliceLostError, StuckError
 from elastix.machine import (
     Done,
     Failed,
+    Policy,
     Slices,
     Source,
     Starting,
@@ -32,14 +36,24 @@ from elastix.train_state import Leaves
 class Arrays:
     """Builds, steps, copies and frees train states; keyed by (epoch, step)."""
 
-    def __init__(self, program: Program, backend: Backend, saver: Saver | None):
+    def __init__(self, program: Program, backend: Backend, saver: Saver | None, policy: Policy):
         self._program, self._backend, self._saver = program, backend, saver
+        self._policy = policy
         self._states: dict[tuple[int, int], Leaves] = {}
         self._unpublished: set[int] = set()
 
     def compile(self, mesh: Slices) -> None:
-        """See that the step's executable for `mesh` exists."""
-        self._program.step(mesh)
+        """See that the step's executable for `mesh` exists.
+
+        Raises:
+            StuckError: it does not by the deadline of a compile, which then goes on.
+        """
+        self._await(self._program.compiling_step(mesh), mesh, "compiling the step")
+
+    def _await(self, job: Future[Any], mesh: Slices, what: str) -> Any:
+        names = ", ".join(map(str, sorted(mesh)))
+        deadline = self._policy.prepare_deadline
+        return wait_for(job, self._backend, mesh, deadline, f"{what} for slices {names}")
 
     def step(self, epoch: int, step: int, mesh: Slices, batch: Batch) -> dict[str, Any]:
         """Dispatch the update from `step - 1` to `step`; returns its results, as futures.
@@ -56,9 +70,27 @@ class Arrays:
 
     def trial(self, slices: Slices) -> dict[str, Any]:
         """Dispatch one step of the seed's state on a batch of zeros; its results, as futures."""
+        initial = self._await(self._program.compiling_init(slices), slices, "compiling the seed")
+        self.compile(slices)
         on_mesh = self._program.put_batch(self._program.zeros(), slices)
-        _, results = self._program.step(slices)(self._program.initial(slices), on_mesh)
+        _, results = self._program.step(slices)(initial(), on_mesh)
         return results
+
+    def finishes_alone(self, slice_id: int) -> bool:
+        """Whether the slice finishes a step by the deadline of one, with nobody else."""
+        alone = frozenset({slice_id})
+        results = self.trial(alone)  # a compile that hangs is no slice's doing
+        try:
+            self._backend.read(results, alone, self._policy.step_deadline)
+        except StuckError:
+            return False
+        return True
+
+    def evaluate(self, epoch: int, step: int, mesh: Slices, batch: Batch) -> dict[str, Any]:
+        """Dispatch the evaluation of one batch; the sums over it, as futures."""
+        self._await(self._program.compiling_eval(mesh), mesh, "compiling the evaluation")
+        on_mesh = self._program.put_batch(batch, mesh)
+        return self._program.evaluate(mesh)(self._states[epoch, step], on_mesh)
 
     def consumed_ids(self, ids: np.ndarray) -> np.ndarray:
         """The example ids that a step's results say it consumed: int64[global_batch]."""
@@ -75,6 +107,7 @@ class Arrays:
         Raises:
             CheckpointError: a checkpoint cannot be trusted; it was set aside.
             SliceLostError: a slice that was read or written is not alive afterwards.
+            StuckError: it is not done by the deadline of a restore.
         """
         # Once more: a slice may have come back while the step was compiled, and what it will hold
         # is built from here on.
@@ -82,7 +115,7 @@ class Arrays:
         leaves, progress = self._build(source, mesh, known)
         if leaves is None:
             return None
-        jax.block_until_ready(leaves)
+        self._backend.wait(leaves, mesh | source.holders, self._policy.prepare_deadline)
         self._require(mesh | source.holders, "restoring")
         self._states[epoch, source.step] = leaves
         return progress
@@ -117,8 +150,10 @@ class Arrays:
 
         Raises:
             SliceLostError: a slice is not alive after the copy, so that none of them counts.
+            StuckError: the state is not there by the deadline of a step.
         """
         leaves = self._states[epoch, step]
+        self._backend.wait(leaves, mesh, self._policy.step_deadline)
         copies = {
             s: copy_to_host(leaves, self._program.devices(frozenset({s})), step)
             for s in sorted(mesh)
@@ -138,15 +173,18 @@ class Arrays:
         with contextlib.suppress(jax.errors.JaxRuntimeError):
             for slice_id in sorted(mesh):
                 whole = self._host_copy(step, frozenset({slice_id}))
-                if whole and self._backend.probe([slice_id])[slice_id] is Health.UP:
+                if whole and self._probe([slice_id])[slice_id] is Health.UP:
                     return whole
-        with contextlib.suppress(CheckpointError):
+        with contextlib.suppress(CheckpointError, StuckError):
             return self._saver.load(step)[0] if self._saver and step > 0 else None
         return None
 
+    def _probe(self, slices: Iterable[int]) -> dict[int, Health]:
+        return self._backend.probe(slices, self._policy.probe_deadline)
+
     def _require(self, slices: Slices, during: str) -> None:
         """What was read or written is only good if these slices are alive after it."""
-        health = self._backend.probe(sorted(slices))
+        health = self._probe(sorted(slices))
         gone = slices_of(health, Health.DOWN, Health.EMPTIED)
         if gone:
             names = ", ".join(map(str, sorted(gone)))

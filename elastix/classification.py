@@ -2,16 +2,33 @@
 
 from __future__ import annotations
 
+import contextlib
 import traceback
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
 
-from elastix.machine import ControllerLost, Event, ProgramFailed, Slices, SlicesLost
+from elastix.machine import ControllerLost, Event, ProgramFailed, Slices, SlicesLost, StepStuck
 
 
 class StuckError(Exception):
-    """Something did not finish before its deadline, and nobody reported a loss."""
+    """Something, `what` if that is known, did not finish before its deadline, and nobody reported a
+    loss."""
+
+    def __init__(self, what: str | None = None):
+        super().__init__(f"{what or 'something'} did not finish in time")
+        self.what = what
+
+
+@contextlib.contextmanager
+def naming(what: str) -> Iterator[None]:
+    """If something inside is stuck, and does not say what it is, it is `what`."""
+    try:
+        yield
+    except StuckError as error:
+        error.what = error.what or what
+        raise
 
 
 class SliceLostError(Exception):
@@ -38,15 +55,26 @@ def first_line(error: BaseException) -> str:
     return lines[0] if lines else type(error).__name__
 
 
-def failure_event(error: BaseException, mesh: Slices, gone: Slices) -> tuple[type[Event], Any]:
+def failure_event(
+    error: BaseException, mesh: Slices, ask: Callable[[Slices], Slices]
+) -> tuple[type[Event], Any]:
     """(event, its fields) for an exception that something on `mesh` raised.
 
     By the status code at the head of the message, through `__cause__`; then by what the slices
-    said when they were asked, which is `gone`. An error with every canary intact is the program's.
+    say: `ask` tells which of them are gone. An error with every canary intact is the program's.
     """
+    match error:
+        case SliceLostError():
+            return SlicesLost, {"slices": error.slices, "cause": error.cause}
+        case StuckError():
+            return StepStuck, {"during": error.what or "what was asked for"}
     code, line = status_code(error), first_line(error)
     if code == "UNAVAILABLE":
         return ControllerLost, {"reason": line}
+    try:
+        gone = ask(mesh)
+    except Exception as another:  # to ask the slices may fail as well
+        return failure_event(another, mesh, lambda _: frozenset())
     if code == "DATA_LOSS" or (code and gone):
         return SlicesLost, {"slices": gone or mesh, "cause": line}
     trace = "".join(traceback.format_exception(error))

@@ -61,6 +61,7 @@ exit status:
 a run directory holds:
   recipe.json     whose it is, and with which versions it was run
   metrics.jsonl   one row a step: loss, slices, seconds, tokens, learning_rate
+  evaluations.jsonl  one row an evaluation, if policy.eval_every asks for them
   events.jsonl    every event, and the state it led to
   recoveries.jsonl   what each recovery was and cost
   checkpoints/    the newest checkpoints, each with checksums

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import Future
 from typing import Any
 
 import jax
+
+from elastix.background import start
 
 _COMPILE = "/jax/core/compile/backend_compile_duration"
 _HIT = "/jax/compilation_cache/cache_hits"
@@ -45,11 +48,15 @@ class CompileCache:
     """
 
     def __init__(self) -> None:
-        self._executables: dict[tuple[str, frozenset[int]], Any] = {}
+        self._executables: dict[tuple[str, frozenset[int]], Future[Any]] = {}
 
-    def get(self, name: str, slices: frozenset[int], build: Callable[[], Any]) -> Any:
-        """The executable for these slices, built on the first call."""
+    def get(self, name: str, slices: frozenset[int], lower: Callable[[], Any]) -> Future[Any]:
+        """The executable for these slices: lowered in the first call, and compiled in a thread.
+
+        A compile that failed is begun again in the next call; one that hangs is not.
+        """
         key = (name, slices)
-        if key not in self._executables:
-            self._executables[key] = build()
-        return self._executables[key]
+        job = self._executables.get(key)
+        if job is None or (job.done() and job.exception()):
+            job = self._executables[key] = start(lower().compile)
+        return job

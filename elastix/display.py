@@ -13,6 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from elastix import report
+from elastix.evaluation import EvalRow
 from elastix.machine import Event, Restoring, State, Training, Waiting
 from elastix.metrics import Row
 from elastix.recoveries import Recovery
@@ -58,6 +59,9 @@ class PlainDisplay:
         if self._is_due(row):
             self._last_line, self._last_step = time.monotonic(), row.step
             self._print(report.step_line(row, self._run, self._pace))
+
+    def evaluated(self, row: EvalRow) -> None:
+        self._print(report.eval_line(row))
 
     def event(self, before: State, event: Event, after: State) -> None:
         line = report.event_line(event, after)
@@ -136,6 +140,9 @@ class TerminalDisplay:
         self._pace.add(row)
         self._steps = report.step_text(row, self._run, self._pace)
         self._live(self._steps, completed=row.step)
+
+    def evaluated(self, row: EvalRow) -> None:
+        self._console.print(Text(report.eval_line(row)))
 
     def event(self, before: State, event: Event, after: State) -> None:
         line = report.event_line(event, after)

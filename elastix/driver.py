@@ -7,22 +7,23 @@ what happened.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Any
+
+import jax
 
 from elastix.arrays import Arrays
 from elastix.backends import Backend, Health, slices_of
 from elastix.checkpoints import CheckpointError, UnreadableHereError
 from elastix.classification import (
     SliceLostError,
-    StuckError,
     failure_event,
     first_line,
-    status_code,
+    naming,
 )
 from elastix.compile_cache import count_compiles
-from elastix.data import Stream
+from elastix.evaluation import Evaluation, Evaluations
+from elastix.feed import Batch, Feed
 from elastix.machine import (
     Abandon,
     Committed,
@@ -30,6 +31,8 @@ from elastix.machine import (
     Dispatched,
     Done,
     Effect,
+    Evaluate,
+    Evaluated,
     Event,
     Failed,
     Policy,
@@ -43,13 +46,11 @@ from elastix.machine import (
     RunStep,
     Save,
     Slices,
-    SlicesLost,
     Snapshot,
     SnapshotMissing,
     Snapshotted,
     Starting,
     State,
-    StepStuck,
     TrainStateName,
     Tried,
     Try,
@@ -59,9 +60,9 @@ from elastix.machine import (
 )
 from elastix.metrics import MetricsLog, Row
 from elastix.notices import Announcements
-from elastix.program import Batch
 from elastix.progress import Progress
 from elastix.saver import Saver
+from elastix.steps import Steps
 
 _BLINK = 0.5
 """Longest time, in seconds, without a look at signals and finished saves."""
@@ -70,44 +71,36 @@ Observer = Callable[[State, Event, State, tuple[Effect, ...]], None]
 """Called after each transition with (before, event, after, effects)."""
 
 
-@dataclass(frozen=True)
-class InFlight:
-    """A dispatched step whose results have not been read."""
-
-    step: int
-    results: Any
-    dispatched_at: float
-
-
 class Driver:
     """Runs one recipe from its first event to `Done` or `Failed`.
 
     Args:
         saver: the durable tier, or None for a run that keeps nothing on disk.
         announced: the preemptions that the world announces.
+        evaluations: what `Policy.eval_every` asks for.
     """
 
     def __init__(
         self,
         arrays: Arrays,
-        stream: Stream,
+        feed: Feed,
         backend: Backend,
         policy: Policy,
         metrics: MetricsLog,
         saver: Saver | None,
         observers: tuple[Observer, ...] = (),
         announced: Announcements | None = None,
+        evaluations: Evaluations | None = None,
     ):
-        self._arrays, self._stream, self._backend = arrays, stream, backend
+        self._arrays, self._feed, self._backend = arrays, feed, backend
         self._policy, self._metrics, self._saver = policy, metrics, saver
-        self._observers = observers
+        self._observers, self._evaluations = observers, evaluations
         self._mesh: Slices = frozenset()
         self._epoch = 0
-        self._inflight: deque[InFlight] = deque()
-        self._batches: Iterator[Batch] | None = None
-        self._progress: dict[int, Progress] = {0: Progress()}
-        self._committed = 0
-        self._last_commit: float | None = None
+        self._steps = Steps()
+        self._fresh = True
+        """Whether no step was dispatched on this mesh: the first takes longer."""
+        self._evaluation: Evaluation | None = None
         self._events: deque[Event] = deque()
         self._wake: WakeAt | None = None
         self._announced = announced or Announcements()
@@ -134,9 +127,7 @@ class Driver:
     def _release(self, state: State) -> None:
         self._arrays.release(state)
         if not isinstance(state, Starting | Done | Failed):
-            oldest = min([self._committed, *(s.step for s in state.ledger.sources)])
-            for step in [s for s in self._progress if s < oldest]:
-                del self._progress[step]
+            self._steps.forget({s.step for s in state.ledger.sources})
 
     def _next(self) -> Event:
         """The next thing that happened: an answer, a wake-up, or the oldest step's results."""
@@ -152,8 +143,10 @@ class Driver:
             if self._wake and self._backend.now() >= self._wake.at:
                 epoch, self._wake = self._wake.epoch, None
                 return Woke(at=self._backend.now(), epoch=epoch)
-            if self._inflight:
+            if self._steps.in_flight:
                 self._guarded(self._commit)
+            elif self._evaluation:
+                self._guarded(self._evaluate, self._evaluation)
             else:
                 self._pass_time()
 
@@ -167,8 +160,8 @@ class Driver:
             self._backend.idle(min(left, _BLINK))
         elif self._saver and (answer := self._saver.answer(timeout=_BLINK / 10)):
             self._events.append(answer)
-        elif self._wake:
-            self._backend.idle(min(left, _BLINK / 10))
+        else:
+            self._backend.idle(min(left, _BLINK / 50))
 
     def _emit(self, kind: type[Event], **fields: Any) -> None:
         self._events.append(kind(at=self._backend.now(), epoch=self._epoch, **fields))
@@ -178,12 +171,16 @@ class Driver:
             self._begin_epoch(effect.epoch)
         match effect:
             case Prepare():
-                self._mesh = effect.mesh
+                self._mesh, self._fresh = effect.mesh, True
                 self._guarded(self._prepare, effect)
             case RunStep():
                 self._guarded(self._run_step, effect)
             case Snapshot():
+                self._evaluation = None
                 self._guarded(self._snapshot, effect)
+            case Evaluate():
+                assert self._evaluations
+                self._evaluation = self._evaluations.begin(effect.step, self._backend.now())
             case Save():
                 self._save(effect)
             case Abandon():
@@ -201,18 +198,23 @@ class Driver:
     def _begin_epoch(self, epoch: int) -> None:
         """What was in flight is abandoned; its answers would be stale."""
         self._epoch = epoch
-        self._inflight.clear()
-        self._batches = None
+        self._give_up()
+        self._feed.reset()
         self._wake = None
+
+    def _give_up(self) -> None:
+        """Nobody waits for what was in the foreground any more."""
+        self._steps.in_flight.clear()
+        self._evaluation = None
 
     @property
     def committed(self) -> int:
         """The last committed step."""
-        return self._committed
+        return self._steps.committed
 
-    def progress(self, step: int) -> Progress:
-        """What was consumed up to `step`, the last committed one or one that is still a source."""
-        return self._progress[step]
+    def progress(self, step: int) -> Progress | None:
+        """What was consumed up to `step`, if this process has seen it and may still need it."""
+        return self._steps.progress.get(step)
 
     def final_state(self, name: TrainStateName | None) -> dict[str, Any] | None:
         """The whole leaves that a finished run ended with; None if it ended without a mesh."""
@@ -224,66 +226,73 @@ class Driver:
         """Do it, and turn what it raises into the event that says what happened."""
         try:
             do(*args)
-        except SliceLostError as error:
-            self._inflight.clear()
-            self._emit(SlicesLost, slices=error.slices, cause=error.cause)
-        except StuckError as error:
-            during = f"step {self._inflight[0].step}" if self._inflight else str(error)
-            self._inflight.clear()
-            self._emit(StepStuck, during=during)
         except (Exception, SystemExit) as error:  # a user's code may call sys.exit
-            self._inflight.clear()
-            self._guarded(self._explain, error)  # to ask the slices may fail as well
-
-    def _explain(self, error: BaseException) -> None:
-        connected = status_code(error) != "UNAVAILABLE"
-        gone = self._gone(self._mesh) if connected else frozenset()
-        kind, fields = failure_event(error, self._mesh, gone)
-        self._emit(kind, **fields)
+            self._give_up()
+            kind, fields = failure_event(error, self._mesh, self._gone)
+            self._emit(kind, **fields)
 
     def _gone(self, slices: Slices) -> Slices:
-        health = self._backend.probe(sorted(slices))
-        return slices_of(health, Health.DOWN, Health.EMPTIED)
+        return slices_of(self._ask(slices), Health.DOWN, Health.EMPTIED)
+
+    def _ask(self, slices: Slices) -> dict[int, Health]:
+        return self._backend.probe(sorted(slices), self._policy.probe_deadline)
 
     # --- steps ------------------------------------------------------------------------------
 
     def _run_step(self, effect: RunStep) -> None:
-        try:
-            batch = self._next_batch(effect.step)
-        except (Exception, SystemExit) as error:
-            self._batches = None
-            self._emit(DataFailed, step=effect.step, reason=first_line(error))
+        batch = self._batch(self._feed, effect.step - 1, effect.step)
+        if batch is None:
             return
         self._backend.check(self._mesh)
         results = self._arrays.step(self._epoch, effect.step, self._mesh, batch)
-        self._inflight.append(InFlight(effect.step, results, self._backend.now()))
+        policy, fresh, self._fresh = self._policy, self._fresh, False
+        deadline = policy.prepare_deadline if fresh else policy.step_deadline
+        self._steps.dispatched(effect.step, results, self._backend.now(), deadline)
         self._emit(Dispatched, step=effect.step)
         self._backend.dispatched(effect.step, self._mesh)
 
-    def _next_batch(self, step: int) -> Batch:
-        """The batch of `step`. The position of the stream is the step: nothing else is kept."""
-        if self._batches is None:
-            self._batches = self._stream.batches(step - 1)
-        return next(self._batches)
+    def _batch(self, feed: Feed, number: int, step: int) -> Batch | None:
+        """Batch `number`, for `step`. None if the data gives none, which is told then."""
+        try:
+            return feed.take(number, self._mesh, self._policy.step_deadline)
+        except (SliceLostError, jax.errors.JaxRuntimeError):
+            raise
+        except (Exception, SystemExit) as error:
+            feed.reset()
+            self._evaluation = None
+            self._emit(DataFailed, step=step, reason=first_line(error))
+            return None
 
     def _commit(self) -> None:
         """Read the oldest step in flight; what came back says which examples it consumed."""
-        step = self._inflight[0]
-        deadline = self._policy.step_deadline
-        results = self._backend.read(step.results, self._mesh, deadline)
-        self._inflight.popleft()
+        step = self._steps.in_flight[0]
+        with naming(f"step {step.step}"):
+            results = self._backend.read(step.results, self._mesh, step.deadline)
         ids = self._arrays.consumed_ids(results.pop("example_id"))
-        self._progress[step.step] = self._progress[step.step - 1].consume(ids)
-        self._committed = step.step
+        seconds = self._steps.commit(ids, self._backend.now())
         self._backend.committed(step.step)
-        now = self._backend.now()
-        seconds, self._last_commit = now - (self._last_commit or step.dispatched_at), now
         row = Row.of(step.step, results, len(self._mesh), seconds)
         mismatch = self._metrics.commit(row)
         if mismatch:
             self._emit(ProgramFailed, reason=mismatch)
         else:
             self._emit(Committed, step=step.step, finite=bool(results["finite"]))
+
+    def _evaluate(self, evaluation: Evaluation) -> None:
+        """One more batch: between two, notices and finished saves are heard."""
+        assert self._evaluations
+        step = evaluation.step
+        batch = self._batch(self._evaluations.feed, evaluation.done, step)
+        if batch is None:
+            return
+        self._backend.check(self._mesh)
+        sums = self._arrays.evaluate(self._epoch, step, self._mesh, batch)
+        with naming(f"the evaluation after step {step}"):
+            sums = self._backend.read(sums, self._mesh, self._policy.prepare_deadline)
+        if evaluation.add(sums, len(batch["example_id"])):
+            self._evaluation = None
+            self._evaluations.log.record(evaluation.row(len(self._mesh), self._backend.now()))
+            self._emit(Evaluated, step=step)
 
     # --- other effects ------------------------------------------------------------------------
 
@@ -294,15 +303,16 @@ class Driver:
         compiled = self._backend.now()
         source = effect.source
         try:
-            progress = self._arrays.restore(source, self._epoch, effect.mesh, self._progress)
+            with naming(f"restoring {source.tier} step {source.step}"):
+                known = self._steps.progress
+                progress = self._arrays.restore(source, self._epoch, effect.mesh, known)
         except UnreadableHereError:
             raise  # the checkpoint may be good: that is no reason to go back to an older one
         except CheckpointError as error:
             return self._emit(RestoreFailed, source=source, reason=str(error))
         if progress is None:
             return self._emit(SnapshotMissing, source=source)
-        self._progress[source.step] = progress
-        self._committed = source.step
+        self._steps.restored(source.step, progress)
         self._emit(
             Prepared,
             step=source.step,
@@ -313,30 +323,25 @@ class Driver:
 
     def _snapshot(self, effect: Snapshot) -> None:
         self._backend.check(self._mesh)
-        self._arrays.snapshot(self._epoch, effect.step, self._mesh)
+        with naming(f"the host snapshot of step {effect.step}"):
+            self._arrays.snapshot(self._epoch, effect.step, self._mesh)
         self._emit(Snapshotted, step=effect.step, holders=self._mesh)
 
     def _try(self, effect: Try) -> None:
         """A step on each slice alone, from the seed and thrown away: who does not finish it?"""
-        stuck = set()
-        for slice_id in sorted(effect.slices):
-            alone = frozenset({slice_id})
-            try:
-                results = self._arrays.trial(alone)
-                self._backend.read(results, alone, self._policy.step_deadline)
-            except StuckError:
-                stuck.add(slice_id)
+        each = sorted(effect.slices)
+        stuck = frozenset(s for s in each if not self._arrays.finishes_alone(s))
         self._backend.suspend(stuck)
-        self._emit(Tried, stuck=frozenset(stuck))
+        self._emit(Tried, stuck=stuck)
 
     def _save(self, effect: Save) -> None:
         assert self._saver
         copy = self._backend.host_memory(effect.holder).get(effect.step)
-        progress = self._progress[effect.step].to_json()
+        progress = self._steps.progress[effect.step].to_json()
         self._saver.save(effect, copy, {"progress": progress, "mesh": sorted(self._mesh)})
 
     def _probe(self, effect: Probe) -> None:
-        health = self._backend.probe(sorted(effect.slices))
+        health = self._ask(effect.slices)
         self._emit(
             Probed,
             up=slices_of(health, Health.UP),

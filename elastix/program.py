@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 from typing import Any
 
 import jax
@@ -10,6 +11,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from elastix.compile_cache import CompileCache
+from elastix.eval_step import EvalStep
 from elastix.mesh import SLICE
 from elastix.recipe import Recipe
 from elastix.snapshots import to_devices
@@ -18,6 +20,7 @@ from elastix.train_state import Leaves, StateSpec
 
 Slices = frozenset[int]
 Batch = dict[str, np.ndarray]
+Shapes = dict[str, tuple[tuple[int, ...], np.dtype]]
 
 
 class Program:
@@ -26,11 +29,19 @@ class Program:
     Args:
         sample: one global batch of the recipe's stream, for shapes and dtypes.
         devices: the devices of each slice.
+        eval_sample: one global batch of the recipe's evaluation data, if it has any.
     """
 
-    def __init__(self, recipe: Recipe, sample: Batch, devices: Mapping[int, Sequence[Any]]):
+    def __init__(
+        self,
+        recipe: Recipe,
+        sample: Batch,
+        devices: Mapping[int, Sequence[Any]],
+        eval_sample: Batch | None = None,
+    ):
         self._recipe, self._devices = recipe, devices
-        self._sample = {k: (v.shape, v.dtype) for k, v in sample.items()}
+        self._sample = _shapes(sample)
+        self._eval_sample = _shapes(eval_sample) if eval_sample else None
         self._rules = tuple(getattr(recipe.model, "sharding_rules", tuple)())
         self.spec = StateSpec(recipe.model.build, recipe.optimizer.build(), recipe.seed)
         self.shapes = {leaf.path: leaf.shape for leaf in self.spec.leaves}
@@ -41,6 +52,9 @@ class Program:
             recipe.num_replicas,
             recipe.reduction,
             getattr(recipe.optimizer, "learning_rate", None),
+        )
+        self._eval_step = EvalStep(
+            self.spec, recipe.eval_loss or recipe.loss, recipe.global_batch, recipe.num_replicas
         )
         self.donates = recipe.policy.lookback == "host"
         self._cache = CompileCache()
@@ -61,29 +75,53 @@ class Program:
 
     def initial(self, slices: Slices) -> Leaves:
         """The seed's train state."""
-        mesh = self.mesh(slices)
-        build = lambda: self.spec.compile_init(self._rules, mesh)  # noqa: E731
-        return self._cache.get("init", slices, build)()
+        return self.compiling_init(slices).result()()
 
     def step(self, slices: Slices) -> Any:
         """The executable `(leaves, batch) -> (leaves, results)` for `slices`."""
-        return self._cache.get("step", slices, lambda: self.lower_step(slices).compile())
+        return self.compiling_step(slices).result()
+
+    def evaluate(self, slices: Slices) -> Any:
+        """The executable `(leaves, batch) -> sums` for `slices`."""
+        return self.compiling_eval(slices).result()
+
+    def compiling_init(self, slices: Slices) -> Future[Any]:
+        """The executable of `initial`, which is compiled in the background."""
+        lower = lambda: self.spec.lower_init(self._rules, self.mesh(slices))  # noqa: E731
+        return self._cache.get("init", slices, lower)
+
+    def compiling_step(self, slices: Slices) -> Future[Any]:
+        """The executable of `step`, which is compiled in the background."""
+        return self._cache.get("step", slices, lambda: self.lower_step(slices))
+
+    def compiling_eval(self, slices: Slices) -> Future[Any]:
+        """The executable of `evaluate`, which is compiled in the background."""
+        return self._cache.get("evaluate", slices, lambda: self._lower_eval(slices))
 
     def lower_step(self, slices: Slices) -> Any:
         """The step lowered for `slices`, from shapes alone."""
         mesh = self.mesh(slices)
         step = self._step(mesh, self.spec.specs(self._rules, mesh))
-        batch = self._arrange(self.zeros(), mesh)
-        abstract = {
+        arguments = self._abstract(self._sample, slices)
+        return jax.jit(step, donate_argnums=0 if self.donates else ()).lower(*arguments)
+
+    def _lower_eval(self, slices: Slices) -> Any:
+        assert self._eval_sample
+        evaluate = self._eval_step(self.mesh(slices))
+        return jax.jit(evaluate).lower(*self._abstract(self._eval_sample, slices))
+
+    def _abstract(self, sample: Shapes, slices: Slices) -> tuple[Any, Any]:
+        """(state, arranged batch) as shapes on the mesh of `slices`."""
+        mesh = self.mesh(slices)
+        batch = {
             k: jax.ShapeDtypeStruct(v.shape, v.dtype, sharding=_batch_sharding(v, mesh))
-            for k, v in batch.items()
+            for k, v in self._arrange(_zeros(sample), mesh).items()
         }
-        state = self.spec.abstract(self.shardings(slices))
-        return jax.jit(step, donate_argnums=0 if self.donates else ()).lower(state, abstract)
+        return self.spec.abstract(self.shardings(slices)), batch
 
     def zeros(self) -> Batch:
         """A global batch of the stream's shapes, all zero."""
-        return {name: np.zeros(shape, dtype) for name, (shape, dtype) in self._sample.items()}
+        return _zeros(self._sample)
 
     def put_batch(self, batch: Batch, slices: Slices) -> Leaves:
         """A global batch on the mesh of `slices`, replica by replica."""
@@ -110,6 +148,14 @@ class Program:
         shape = (work.num_replicas, work.examples)
         arranged = {k: _device_dtype(v).reshape(shape + v.shape[1:]) for k, v in columns.items()}
         return {"replica": index, **{k: v[rows] for k, v in arranged.items()}}
+
+
+def _shapes(batch: Batch) -> Shapes:
+    return {name: (value.shape, value.dtype) for name, value in batch.items()}
+
+
+def _zeros(sample: Shapes) -> Batch:
+    return {name: np.zeros(shape, dtype) for name, (shape, dtype) in sample.items()}
 
 
 def _device_dtype(array: np.ndarray) -> np.ndarray:

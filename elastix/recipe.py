@@ -117,11 +117,14 @@ class Recipe:
     """A whole training run: what is learned, from what, how, and how it survives.
 
     Model, data, optimizer, loss, `global_batch`, `num_replicas`, `seed` and `reduction` are the
-    run's identity; steps, mesh, policy and hooks may change when it is resumed.
+    run's identity; the rest may change when it is resumed.
 
     Args:
         global_batch: examples in one step, whatever the number of slices.
         num_replicas: logical replicas the batch is split into; at least the number of slices.
+        eval_data: what `policy.eval_every` evaluates on.
+        eval_loss: its loss, if it is not the loss of training.
+        eval_batches: global batches in an evaluation; None: all whole ones that the data has.
 
     Raises:
         ValueError: the batch cannot be split, or a number is out of range.
@@ -138,6 +141,9 @@ class Recipe:
     reduction: Reduction = "ordered"
     mesh: MeshSpec = MeshSpec()
     policy: Policy = Policy()
+    eval_data: DataConfig | None = None
+    eval_loss: Loss | None = None
+    eval_batches: int | None = None
     hooks: tuple[Hook, ...] = field(default=())
 
     def __post_init__(self) -> None:
@@ -154,6 +160,13 @@ class Recipe:
                 f"num_replicas={self.num_replicas} equal replicas: use a multiple of "
                 f"{self.num_replicas}"
             )
+        if self.policy.eval_every and self.eval_data is None:
+            raise ValueError(
+                f"policy.eval_every={self.policy.eval_every} but eval_data=None: say what to "
+                "evaluate on, or set eval_every=0"
+            )
+        if self.eval_batches is not None and self.eval_batches < 1:
+            raise ValueError(f"eval_batches={self.eval_batches}: use 1 or more, or None for all")
         if self.reduction not in ("ordered", "fast"):
             raise ValueError(f"reduction={self.reduction!r}: use 'ordered' or 'fast'")
         if not 0 <= self.seed < 2**32:
@@ -193,6 +206,22 @@ class Recipe:
                 f"num_replicas={self.num_replicas} cannot keep {most} slices busy: use at least "
                 f"{most}, or set policy.max_slices={self.num_replicas}"
             )
+
+    def build_eval_data(self) -> tuple[Stream, int]:
+        """The evaluation data, and how many of its batches are evaluated.
+
+        Raises:
+            ValueError: it has fewer than that.
+        """
+        assert self.eval_data
+        stream = self.eval_data.build(self.global_batch, self.seed)
+        whole = stream.num_examples // self.global_batch
+        if whole < (self.eval_batches or 1):
+            raise ValueError(
+                f"eval_batches={self.eval_batches or 1} of {self.global_batch} examples, but "
+                f"eval_data has {stream.num_examples}: give more, or ask for fewer"
+            )
+        return stream, self.eval_batches or whole
 
     def useful_shares(self, num_slices: int) -> dict[int, float]:
         """For each permitted number of slices, the share of computed work that is not padding."""

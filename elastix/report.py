@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import TYPE_CHECKING
 
+from elastix.evaluation import EvalRow
 from elastix.machine import (
     DataFailed,
     Event,
@@ -22,6 +23,7 @@ from elastix.machine import (
     SaveFailed,
     Source,
     State,
+    StepStuck,
     Waiting,
 )
 from elastix.metrics import Row
@@ -64,9 +66,9 @@ def start_block(info: RunInfo, name: str) -> Block:
     policy_text = (
         f"{policy.min_slices} to {most} slices; after a loss go back to {lookback}; "
         f"{_checkpoints(policy.checkpoint_every)}; "
-        f"patience {policy.patience:g} s, deadline {policy.deadline:g} s, "
-        f"{policy.step_deadline:g} s for a step"
+        f"patience {policy.patience:g} s"
     )
+    times = policy.deadlines.items()
     return Block(
         f"{name}: {recipe.num_steps} steps on {info.num_slices} slices "
         f"x {info.devices_per_slice} devices",
@@ -75,6 +77,7 @@ def start_block(info: RunInfo, name: str) -> Block:
             ("work", _work(info)),
             ("reduction", _reduction(recipe.reduction)),
             ("policy", policy_text),
+            ("deadlines", ", ".join(f"{name} {seconds:g} s" for name, seconds in times)),
             ("run dir", f"{info.run_dir or 'none: nothing is kept'}; {resume_point(info)}"),
         ),
     )
@@ -152,6 +155,15 @@ def step_line(row: Row, info: RunInfo, pace: Pace) -> str:
     return f"step {row.step:>{width}}/{info.recipe.num_steps}  {step_text(row, info, pace)}"
 
 
+def eval_line(row: EvalRow) -> str:
+    """One evaluation."""
+    metrics = "".join(
+        f", {name} {value:.4f}" for name, value in row.metrics.items() if isinstance(value, float)
+    )
+    examples = plural(row.examples, "example")
+    return f"evaluated after step {row.step}: loss {row.loss:.4f}{metrics} ({examples})"
+
+
 def waiting_line(state: Waiting, policy: Policy, at: float) -> str:
     """That nothing trains, for what, and until when."""
     ledger = state.ledger
@@ -193,6 +205,8 @@ def event_line(event: Event, after: State) -> str | None:
             return f"{source_text(event.source)} cannot be used: {event.reason}"
         case DataFailed() if not isinstance(after, Failed):
             return f"the data of step {event.step} are read again: {event.reason}"
+        case StepStuck() if not isinstance(after, Failed):
+            return f"{event.during} did not finish in time: asking the slices"
     return None
 
 
@@ -264,12 +278,16 @@ def seconds_text(recovery: Recovery) -> str:
 
 def summary_block(summary: Summary, info: RunInfo, unigram_loss: float | None = None) -> Block:
     """How the run ended; the reason of a failure is not among it."""
-    consumed = summary.consumed
+    consumed, evaluated = summary.consumed, summary.evaluations
     programs = plural(summary.compiles, "program")
     optional = (
         ("final loss", summary.losses and loss_text(summary.losses[-1], unigram_loss)),
+        ("evaluated", evaluated and f"{evaluated[-1]['loss']:.4f}, the last of {len(evaluated)}"),
         ("state", summary.state_sha256 and f"sha256 {summary.state_sha256}"),
-        ("consumed", f"{consumed['examples']} examples, sha256 {consumed['sha256']}"),
+        (
+            "consumed",
+            consumed and f"{consumed['examples']} examples, sha256 {consumed['sha256']}",
+        ),
         ("recoveries", _recoveries_text(summary.recoveries)),
         ("compiled", f"{programs}, and {summary.compile_cache_hits} from the persistent cache"),
         ("process", f"pid {summary.pid}"),

@@ -18,8 +18,10 @@ from elastix.arrays import Arrays
 from elastix.backends import Backend, Health, slices_of
 from elastix.compile_cache import count_compiles
 from elastix.driver import Driver
+from elastix.evaluation import EvalLog, Evaluations
 from elastix.event_log import EventLog
 from elastix.faults import Fault
+from elastix.feed import StreamFeed
 from elastix.jsonl import append, read_rows
 from elastix.machine import (
     Done,
@@ -79,7 +81,9 @@ def train(
     backend.check_faults(faults, recipe.num_steps)
     stream = recipe.data.build(recipe.global_batch, recipe.seed)
     sample = next(stream.batches(0))
-    program = Program(recipe, sample, backend.devices)
+    evaluated = recipe.build_eval_data() if recipe.policy.eval_every else None
+    eval_sample = next(evaluated[0].batches(0)) if evaluated else None
+    program = Program(recipe, sample, backend.devices, eval_sample)
     with contextlib.ExitStack() as stack:
         directory = None
         if run_dir:
@@ -89,7 +93,8 @@ def train(
         backend.script_faults(faults)
         stop = stop or stack.enter_context(_stop_on_signals())
         shown = QuietDisplay(display) if display else NoDisplay()
-        return _Run(recipe, program, stream, backend, directory, shown, stop).execute()
+        run = _Run(recipe, program, stream, evaluated, backend, directory, shown, stop)
+        return run.execute()
 
 
 def default_backend() -> Backend:
@@ -108,8 +113,8 @@ def versions() -> dict[str, str]:
 class _Run:
     """One process of a run: its logs, its driver and its summary."""
 
-    def __init__(self, recipe, program, stream, backend, directory, display, stop):
-        self._stop = stop
+    def __init__(self, recipe, program, stream, evaluated, backend, directory, display, stop):
+        self._stop, self._evaluated = stop, evaluated
         self._recipe, self._program, self._stream = recipe, program, stream
         self._backend, self._directory, self._display = backend, directory, display
         self._recoveries = Recoveries()
@@ -132,24 +137,25 @@ class _Run:
         log = EventLog(log_path, recipe.policy, os.getpid())
         # A full disk costs the log, and not the run.
         record = quiet(log.append)
-        saver = self._saver()
+        saver, evaluations = self._saver(), self._evaluations()
         driver = Driver(
-            Arrays(self._program, backend, saver),
-            self._stream,
+            Arrays(self._program, backend, saver, recipe.policy),
+            StreamFeed(self._stream, backend),
             backend,
             recipe.policy,
             metrics,
             saver,
             (lambda _, event, after, effects: record(event, after, effects), self._watch),
             self._announcements(),
+            evaluations,
         )
         self._display.started(self._info())
         with contextlib.ExitStack() as stack:
-            for closed in (metrics, log, saver):
+            for closed in (metrics, log, saver, evaluations and evaluations.log):
                 if closed:
                     stack.callback(closed.close)
-            end = driver.run(Starting(), self._started())
-            summary = self._summarise(end, driver, metrics)
+            end = driver.run(Starting(), self._started(evaluations))
+            summary = self._summarise(end, driver, metrics, evaluations)
         if self._directory:
             quiet(self._directory.write_summary)(asdict(summary))
         self._display.finished(summary)
@@ -164,10 +170,20 @@ class _Run:
         if self._store is None:
             return None
         metadata = self._checkpoint_metadata()
-        return Saver(self._store, self._backend, self._program.shapes, metadata)
+        policy = self._recipe.policy
+        return Saver(self._store, self._backend, self._program.shapes, metadata, policy)
 
-    def _started(self) -> Started:
-        health = self._backend.probe(self._backend.devices)
+    def _evaluations(self) -> Evaluations | None:
+        if self._evaluated is None:
+            return None
+        stream, num_batches = self._evaluated
+        path = self._directory.evaluations if self._directory else None
+        log = EvalLog(path, (self._display.evaluated,))
+        return Evaluations(StreamFeed(stream, self._backend), num_batches, log)
+
+    def _started(self, evaluations: Evaluations | None) -> Started:
+        deadline = self._recipe.policy.probe_deadline
+        health = self._backend.probe(self._backend.devices, deadline)
         return Started(
             at=self._backend.now(),
             num_steps=self._recipe.num_steps,
@@ -175,6 +191,7 @@ class _Run:
             up=slices_of(health, Health.UP, Health.EMPTIED),
             sources=self._sources,
             durable=self._store is not None,
+            evaluated=evaluations.log.last if evaluations else 0,
         )
 
     def _info(self) -> RunInfo:
@@ -216,18 +233,26 @@ class _Run:
             with self._directory.recoveries.open("a", encoding="utf-8") as file:
                 append(file, asdict(recovery))
 
-    def _summarise(self, end: Done | Failed, driver: Driver, metrics: MetricsLog) -> Summary:
+    def _summarise(
+        self,
+        end: Done | Failed,
+        driver: Driver,
+        metrics: MetricsLog,
+        evaluations: Evaluations | None,
+    ) -> Summary:
         steps = end.iterator_state if isinstance(end, Done) else driver.committed
         final = driver.final_state(end.train_state) if isinstance(end, Done) else None
         compiles, hits = count_compiles()
+        progress = driver.progress(steps)
         return Summary(
             outcome=end.outcome if isinstance(end, Done) else "failed",
             reason=end.reason if isinstance(end, Failed) else None,
             steps=steps,
             state_sha256=self._program.spec.sha256(final) if final else None,
             finite=all_finite(final) if final else None,
-            consumed=driver.progress(steps).to_json(),
+            consumed=progress.to_json() if progress else {},
             losses=metrics.losses[:steps],
+            evaluations=evaluations.log.rows if evaluations else [],
             recoveries=self._recovered,
             compiles=compiles,
             compile_cache_hits=hits,

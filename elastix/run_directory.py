@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from elastix.checkpoints import CheckpointStore
+from elastix.evaluation import read_evaluations
 from elastix.metrics import read_losses
 from elastix.recipe import Recipe, describe
 
@@ -26,6 +27,7 @@ class RunDirectory:
         done again is only held to its first loss, bit for bit, from there on."""
         self.events = path / "events.jsonl"
         self.metrics = path / "metrics.jsonl"
+        self.evaluations = path / "evaluations.jsonl"
         self.recoveries = path / "recoveries.jsonl"
         self.summary = path / "summary.json"
 
@@ -54,6 +56,7 @@ class RunDirectory:
                 store = CheckpointStore(path / "checkpoints", keep=recipe.policy.keep_checkpoints)
                 _refuse_fewer_steps(path, store, recipe)
                 rows = len(read_losses(path / "metrics.jsonl"))
+                read_evaluations(path / "evaluations.jsonl")  # refuses what is none
                 _refuse_lost_rows(path, store, rows)
                 exact_from = _exact_from(rows, stored, numerics)
                 _sign(lock)

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import queue
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
 
 from elastix.backends import Backend, Health, slices_of
+from elastix.background import Worker, wait_for
 from elastix.checkpoints import CheckpointError, CheckpointStore, UnreadableHereError
 from elastix.classification import SliceLostError, first_line
-from elastix.machine import Abandon, Event, Save, Saved, SaveFailed, Slices
+from elastix.machine import Abandon, Policy, Save, Saved, SaveFailed, Slices
 from elastix.snapshots import HostCopy
 from elastix.train_state import all_finite
 
 Shapes = dict[str, tuple[int, ...]]
+SaveAnswer = Saved | SaveFailed
 
 
 class Saver:
@@ -32,19 +33,29 @@ class Saver:
         backend: Backend,
         shapes: Shapes,
         metadata: dict[str, Any],
+        policy: Policy,
     ):
         self._store, self._backend = store, backend
-        self._shapes, self._metadata = shapes, metadata
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="elastix-checkpoints")
-        self._answers: queue.SimpleQueue[Event] = queue.SimpleQueue()
+        self._shapes, self._metadata, self._policy = shapes, metadata, policy
+        self._thread = Worker("elastix-checkpoints")
+        self._answers: queue.SimpleQueue[SaveAnswer] = queue.SimpleQueue()
         self._abandoned: set[tuple[int, int]] = set()
-        self.pending = 0
+        self._due: dict[tuple[int, int], float] = {}
+        """Until when each save that was not answered yet must be, by (epoch, step)."""
+        self._hangs = False
+
+    @property
+    def pending(self) -> int:
         """Saves that have not been answered yet."""
+        return len(self._due)
 
     def save(self, effect: Save, copy: HostCopy | None, extra: dict[str, Any]) -> None:
         """Begin to write the host copy of one slice."""
-        self.pending += 1
-        self._thread.submit(self._answer, effect, copy, {**self._metadata, **extra})
+        self._due[effect.epoch, effect.step] = self._backend.now() + self._policy.save_deadline
+        self._submit(effect, copy, {**self._metadata, **extra})
+
+    def _submit(self, effect: Save, copy: HostCopy | None, metadata: dict[str, Any]) -> None:
+        self._thread.submit(self._answer, effect, copy, metadata)
 
     def abandon(self, effect: Abandon) -> None:
         """Give up a save. What it wrote is removed behind it, even if it looks committed."""
@@ -57,21 +68,42 @@ class Saver:
         Raises:
             CheckpointError: it is bad, and was set aside.
             UnreadableHereError: it may be good, but this process cannot read it.
+            StuckError: it was not read by the deadline of a restore.
         """
-        return self._thread.submit(self._load, step).result()
+        job = self._thread.submit(self._load, step)
+        deadline = self._policy.prepare_deadline
+        return wait_for(job, self._backend, (), deadline, f"reading the checkpoint of step {step}")
 
-    def answer(self, timeout: float = 0.0) -> Event | None:
-        """The next answer, or None if there is none within `timeout` seconds."""
+    def answer(self, timeout: float = 0.0) -> SaveAnswer | None:
+        """The next answer, or None if there is none within `timeout` seconds.
+
+        A save that hangs is given up at its deadline: it failed, and if it is written after all,
+        that is removed.
+        """
+        event = self._take(timeout) or self._overdue()
+        if event and self._due.pop((event.epoch, event.step), None) is not None:
+            return event
+        return None
+
+    def _take(self, timeout: float) -> SaveAnswer | None:
         try:
-            event = self._answers.get(timeout=timeout) if timeout else self._answers.get_nowait()
+            return self._answers.get(timeout=timeout) if timeout else self._answers.get_nowait()
         except queue.Empty:
             return None
-        self.pending -= 1
-        return event
+
+    def _overdue(self) -> SaveAnswer | None:
+        now = self._backend.now()
+        for (epoch, step), due in self._due.items():
+            if now >= due:
+                self._hangs = True
+                self.abandon(Abandon(epoch, step))
+                reason = f"it was not written in {self._policy.save_deadline:g} s"
+                return SaveFailed(at=now, epoch=epoch, step=step, reason=reason)
+        return None
 
     def close(self) -> None:
-        """Wait for what is being written."""
-        self._thread.shutdown(wait=True)
+        """Wait for what is being written, unless that hangs."""
+        self._thread.close(timeout=0.0 if self._hangs else None)
 
     def _load(self, step: int) -> tuple[dict[str, np.ndarray], dict[str, object]]:
         try:
@@ -104,9 +136,12 @@ class Saver:
         if isinstance(error, SliceLostError):
             return error.slices
         try:
-            return slices_of(self._backend.probe([holder]), Health.DOWN, Health.EMPTIED)
+            return slices_of(self._probe(holder), Health.DOWN, Health.EMPTIED)
         except Exception:
             return frozenset()
+
+    def _probe(self, slice_id: int) -> dict[int, Health]:
+        return self._backend.probe([slice_id], self._policy.probe_deadline)
 
     def _write(self, effect: Save, copy: HostCopy | None, metadata: dict[str, Any]) -> None:
         """A checkpoint counts only if its slice was alive after the copy was read."""
@@ -115,7 +150,7 @@ class Saver:
         if copy is None:
             raise CheckpointError(f"slice {effect.holder} has no snapshot of step {effect.step}")
         whole = copy.whole(self._shapes)
-        if self._backend.probe([effect.holder])[effect.holder] is not Health.UP:
+        if self._probe(effect.holder)[effect.holder] is not Health.UP:
             gone = frozenset({effect.holder})
             raise SliceLostError(gone, f"slice {effect.holder} died while its copy was read")
         if not all_finite(whole):

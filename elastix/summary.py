@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
+from elastix.evaluation import EvalRow
 from elastix.machine import Event, State
 from elastix.metrics import Row
 from elastix.recipe import Recipe
@@ -21,6 +22,8 @@ class Display(Protocol):
     def started(self, run: RunInfo) -> None: ...
 
     def step(self, row: Row) -> None: ...
+
+    def evaluated(self, row: EvalRow) -> None: ...
 
     def event(self, before: State, event: Event, after: State) -> None: ...
 
@@ -53,7 +56,10 @@ class Summary:
     state_sha256: str | None
     finite: bool | None
     consumed: dict[str, Any]
+    """Up to `steps`: the number of examples and their chained hash; empty if this process trained
+    nothing."""
     losses: list[float]
+    evaluations: list[dict[str, Any]]
     recoveries: list[dict[str, Any]]
     compiles: int
     compile_cache_hits: int
@@ -76,6 +82,8 @@ class NoDisplay:
     def started(self, run: RunInfo) -> None: ...
 
     def step(self, row: Row) -> None: ...
+
+    def evaluated(self, row: EvalRow) -> None: ...
 
     def event(self, before: State, event: Event, after: State) -> None: ...
 
@@ -111,6 +119,7 @@ class QuietDisplay:
     def __init__(self, display: Display):
         self.started = quiet(display.started)
         self.step = quiet(display.step)
+        self.evaluated = quiet(display.evaluated)
         self.event = quiet(display.event)
         self.recovered = quiet(display.recovered)
         self.finished = quiet(display.finished)

@@ -115,7 +115,11 @@ class StateSpec:
         }
 
     def compile_init(self, rules: ShardingRules, mesh: Mesh) -> Callable[[], Leaves]:
-        """The seed's train state on `mesh`.
+        """The seed's train state on `mesh`."""
+        return self.lower_init(rules, mesh).compile()
+
+    def lower_init(self, rules: ShardingRules, mesh: Mesh) -> Any:
+        """The seed's train state, lowered for `mesh`.
 
         Every slice computes the whole state by itself (manual over `slice`), so the bits do not
         depend on how many slices there are.
@@ -128,7 +132,7 @@ class StateSpec:
             axis_names={SLICE},
             check_vma=False,
         )
-        return jax.jit(alone, out_shardings=self.shardings(rules, mesh)).lower().compile()
+        return jax.jit(alone, out_shardings=self.shardings(rules, mesh)).lower()
 
     def sha256(self, leaves: Mapping[str, np.ndarray]) -> str:
         """Hash of all leaves, sorted by path: `path NUL dtype NUL shape NUL` and the

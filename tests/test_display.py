@@ -170,6 +170,7 @@ def test_the_end_tells_the_loss_beside_that_of_frequencies():
         finite=True,
         consumed={"examples": 800, "sha256": "c0de"},
         losses=[3.0, 2.0],
+        evaluations=[{"step": 100, "loss": 2.25}],
         recoveries=[{"kind": "loss", "steps_lost": 8}, {"kind": "regrow", "steps_lost": 0}],
         compiles=3,
         compile_cache_hits=1,

@@ -15,6 +15,8 @@ from elastix.machine import (
     Diagnosing,
     Dispatched,
     Done,
+    Evaluate,
+    Evaluated,
     Event,
     Failed,
     Finishing,
@@ -154,6 +156,12 @@ def training_snapshotted():
     state, _ = on(state, Dispatched, step=51)
     state, _ = on(state, Committed, step=51)
     assert state.ledger.sources == (SEED, host(50))
+
+
+def training_evaluated():
+    before = training(50, asked=Evaluate(EPOCH, 50))
+    state, effects = on(before, Evaluated, step=50)
+    assert state.ledger.evaluated == 50 and effects == (RunStep(EPOCH, 51),)
 
 
 def training_probed():
@@ -347,6 +355,11 @@ def diagnosing_tried():
     assert isinstance(state, Failed) and state.reason.startswith("stuck: step 46 did not finish")
 
 
+def diagnosing_step_stuck():
+    end, _ = on(diagnosing(2), StepStuck, during="compiling for slice 0")
+    assert end.reason.startswith("stuck: step 46 did not finish, and neither did compiling for")
+
+
 def diagnosing_slices_lost():
     state, _ = on(diagnosing(), SlicesLost, slices=slices(1))
     assert isinstance(state, Restoring) and state.mesh == slices(0, 2, 3)
@@ -380,6 +393,15 @@ def finishing_snapshotted():
     state, effects = on(finishing(), Snapshotted, step=100, holders=ALL)
     assert state.ledger.saving == Saving(100, EPOCH, 0)
     assert effects == (Save(EPOCH, 100, 0),)
+
+
+def finishing_evaluated():
+    state, effects = on(finishing(50), Evaluated, step=50)
+    assert state.ledger.evaluated == 50 and effects == ()
+
+
+def finishing_data_failed():
+    assert on(finishing(50), DataFailed, step=50, reason="x") == (finishing(50), ())
 
 
 def finishing_saved():

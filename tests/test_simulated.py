@@ -147,13 +147,13 @@ def test_what_was_read_survives_the_loss_of_the_slice():
 
 def test_canaries_tell_up_down_and_emptied():
     sim = backend()
-    assert set(sim.probe([0, 1, 2, 3]).values()) == {Health.UP}
+    assert set(sim.probe([0, 1, 2, 3], 1.0).values()) == {Health.UP}
     sim.lose(1)
     sim.lose(2)
     sim.give_back(2)
-    assert sim.probe([0, 1, 2]) == {0: Health.UP, 1: Health.DOWN, 2: Health.EMPTIED}
+    assert sim.probe([0, 1, 2], 1.0) == {0: Health.UP, 1: Health.DOWN, 2: Health.EMPTIED}
     sim.admit([2])
-    assert sim.probe([2]) == {2: Health.UP}
+    assert sim.probe([2], 1.0) == {2: Health.UP}
 
 
 def test_probes_compile_nothing():
@@ -162,7 +162,7 @@ def test_probes_compile_nothing():
     sim = backend()
     before = count_compiles()
     for _ in range(20):
-        sim.probe([0, 1, 2, 3])
+        sim.probe([0, 1, 2, 3], 1.0)
     assert count_compiles() == before
 
 
@@ -171,27 +171,27 @@ def test_faults_strike_at_their_step_once():
     for step in (1, 2):
         sim.dispatched(step, [0, 1])
         sim.committed(step)
-    assert sim.probe([1]) == {1: Health.UP}
+    assert sim.probe([1], 1.0) == {1: Health.UP}
     sim.dispatched(3, [0, 1])
-    assert sim.probe([1]) == {1: Health.DOWN}
+    assert sim.probe([1], 1.0) == {1: Health.DOWN}
     for step in (3, 4):
         sim.committed(step)
-    assert sim.probe([1]) == {1: Health.DOWN}
+    assert sim.probe([1], 1.0) == {1: Health.DOWN}
     sim.committed(5)
-    assert sim.probe([1]) == {1: Health.EMPTIED}
+    assert sim.probe([1], 1.0) == {1: Health.EMPTIED}
     sim.dispatched(3, [0, 1])
-    assert sim.probe([1]) == {1: Health.EMPTIED}, "a step done again is not lost again"
+    assert sim.probe([1], 1.0) == {1: Health.EMPTIED}, "a step done again is not lost again"
     assert sim.script.pending == []
 
 
 def test_a_fault_at_a_time_strikes_when_that_time_has_come():
     sim = backend(Lose(2, time=10.0), Return(2, time=12.0))
     sim.idle(9.0)
-    assert sim.now() == 9.0 and sim.probe([2]) == {2: Health.UP}
+    assert sim.now() == 9.0 and sim.probe([2], 1.0) == {2: Health.UP}
     sim.idle(60.0)
-    assert sim.now() == 10.0 and sim.probe([2]) == {2: Health.DOWN}
+    assert sim.now() == 10.0 and sim.probe([2], 1.0) == {2: Health.DOWN}
     sim.idle(60.0)
-    assert sim.now() == 12.0 and sim.probe([2]) == {2: Health.EMPTIED}
+    assert sim.now() == 12.0 and sim.probe([2], 1.0) == {2: Health.EMPTIED}
 
 
 def test_the_step_clock_goes_on_while_nothing_trains():

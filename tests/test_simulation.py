@@ -29,7 +29,7 @@ from elastix.testing import (
 )
 from elastix.testing.ghost_backend import GhostBackend
 from elastix.testing.ghost_saver import GhostSaver
-from elastix.testing.ghosts import GhostArrays, GhostStream
+from elastix.testing.ghosts import GhostArrays, GhostFeed
 from elastix.testing.simulate_command import main, matrix
 
 SEEDS = {4: range(2400), 8: range(100_000, 101_600)}
@@ -145,13 +145,16 @@ class LateLoss(GhostBackend):
         pass
 
 
-class SkippedBatch(Driver):
+class SkippedBatch(GhostFeed):
     """A stream that is built anew begins one batch too late."""
 
-    def _next_batch(self, step):
-        if self._batches is None and step > 2:
-            self._batches = self._stream.batches(step)
-        return super()._next_batch(step)
+    late = 0
+
+    def take(self, number, slices, deadline):
+        return super().take(number + self.late, slices, deadline)
+
+    def reset(self):
+        self.late = int(self._first is not None)
 
 
 class UncheckedSave(GhostSaver):
@@ -233,12 +236,29 @@ class LossyStore(GhostSaver):
             del self._world.disk[step]
 
 
-class TwiceStream(GhostStream):
+class TwiceStream(GhostFeed):
     """Gives the first batch again after it was read to the fourth."""
 
-    def batches(self, position):
-        for number, batch in enumerate(super().batches(position), position):
-            yield batch if number != 4 else {"example_id": np.array([0, 1], np.int64)}
+    def take(self, number, slices, deadline):
+        batch = super().take(number, slices, deadline)
+        return batch if number != 4 else {"example_id": np.array([0, 1], np.int64)}
+
+
+class ForgetfulLog(Driver):
+    """Evaluates again what was evaluated, and records it twice."""
+
+    def _evaluate(self, evaluation):
+        super()._evaluate(evaluation)
+        if self._evaluation is None and self._evaluations.log.rows:
+            self._evaluations.log.rows.append(dict(self._evaluations.log.rows[-1]))
+
+
+class UnequalEvaluation(GhostArrays):
+    """What an evaluation gives depends on the number of slices."""
+
+    def evaluate(self, epoch, step, mesh, batch):
+        sums = super().evaluate(epoch, step, mesh, batch)
+        return {**sums, "total": sums["total"] + 0.5 * (len(mesh) == 1)}
 
 
 class LazyWatch(Driver):
@@ -250,10 +270,16 @@ class LazyWatch(Driver):
 
 
 DEFECTS = [
-    (Parts(arrays=DroppedHolder), "a restored state is right|a committed state is right"),
-    (Parts(backend=LateLoss), "committed on live slices"),
-    (Parts(driver=SkippedBatch), "exactly once, in order|a failure fits"),
-    (Parts(saver=UncheckedSave), "saved is saved|the newest|the end is on disk"),
+    (
+        Parts(arrays=DroppedHolder),
+        "a restored state is right|a committed state is right|nothing dead is done",
+    ),
+    (Parts(backend=LateLoss), "committed on live slices|an evaluation is right"),
+    (Parts(feed=SkippedBatch), "exactly once, in order|a failure fits"),
+    (
+        Parts(saver=UncheckedSave),
+        "saved is saved|the newest|the end is on disk|nothing dead is done",
+    ),
     (Parts(driver=DeafDriver), "runs on live slices|the run ends|a failure fits"),
     (Parts(driver=DeadMember), "runs on live|nothing escapes|a failure fits|a restored"),
     (Parts(arrays=EagerFree), "a named snapshot is kept|nothing dead is done|a failure fits"),
@@ -261,7 +287,9 @@ DEFECTS = [
     (Parts(driver=HastyDriver), "the end is on disk|nothing dead is done"),
     (Parts(driver=RegrowFromHost), "one meaning|nothing escapes|model and data|live redoes"),
     (Parts(saver=LossyStore), "saved is saved|the end is on disk"),
-    (Parts(stream=TwiceStream), "exactly once, in order|a failure fits"),
+    (Parts(feed=TwiceStream), "exactly once, in order|a failure fits"),
+    (Parts(driver=ForgetfulLog), "each evaluation is recorded once|one meaning"),
+    (Parts(arrays=UnequalEvaluation), "an evaluation is right"),
     (Parts(driver=LazyWatch), "nothing escapes|a slice is taken back|the run ends"),
 ]
 

@@ -39,8 +39,9 @@ class Backend(Protocol):
         """Let up to `seconds` pass while nothing trains; may return early."""
         ...
 
-    def probe(self, slices: Iterable[int]) -> dict[int, Health]:
-        """Read the canary of each slice. Compiles nothing."""
+    def probe(self, slices: Iterable[int], deadline: float) -> dict[int, Health]:
+        """Read the canary of each slice; one that does not answer within `deadline` seconds is
+        down. Compiles nothing."""
         ...
 
     def admit(self, slices: Iterable[int]) -> None:
@@ -59,12 +60,20 @@ class Backend(Protocol):
         """A step was committed."""
         ...
 
+    def wait(self, arrays: Any, slices: Iterable[int], deadline: float) -> None:
+        """Wait until `arrays` on these slices are computed.
+
+        Raises:
+            StuckError: they are not within `deadline` seconds. A loss that is known by then is
+                raised instead, at once.
+        """
+        ...
+
     def read(self, results: Any, slices: Iterable[int], deadline: float) -> Any:
         """Wait for results and bring them to the host, as values that share no device memory.
 
         Raises:
-            StuckError: they did not come within `deadline` seconds. A loss that is known by then
-                is raised instead, at once.
+            StuckError: as `wait`.
         """
         ...
 

@@ -98,6 +98,13 @@ def checkpoint_due(step: int, ledger: Ledger, policy: Policy) -> bool:
     )
 
 
+def evaluation_due(step: int, ledger: Ledger, policy: Policy) -> bool:
+    """Whether the state after `step` must be evaluated: once, whatever was restored since."""
+    if policy.eval_every == 0 or step <= ledger.evaluated:
+        return False
+    return step == ledger.num_steps or _divides(policy.eval_every, step)
+
+
 def _divides(every: int, step: int) -> bool:
     return every > 0 and step > 0 and step % every == 0
 

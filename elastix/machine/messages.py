@@ -27,6 +27,8 @@ class Started(Event):
     up: Slices
     sources: tuple[Source, ...]
     durable: bool
+    evaluated: int = 0
+    """The last step whose evaluation is on record."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,6 +99,13 @@ class Snapshotted(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Evaluated(Event):
+    """The evaluation of the state after `step` is on record."""
+
+    step: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Saved(Event):
     """The checkpoint of `step` is durable. `epoch` is the one in which the save began."""
 
@@ -124,7 +133,7 @@ class ProgramFailed(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataFailed(Event):
-    """The data stream raised before `step` could be dispatched."""
+    """The data stream gave no batch for `step`, or for the evaluation after it."""
 
     step: int
     reason: str
@@ -196,6 +205,15 @@ class RunStep(Effect):
 class Snapshot(Effect):
     """Copy the committed state of `step` to the host memory of each slice of the mesh. Answers:
     Snapshotted, SlicesLost, ProgramFailed, ControllerLost."""
+
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluate(Effect):
+    """Evaluate the committed state of `step`, batch by batch; another effect in the foreground may
+    follow before it is answered, and ends it. Answers: Evaluated, DataFailed, SlicesLost,
+    StepStuck, ProgramFailed, ControllerLost."""
 
     step: int
 

@@ -25,8 +25,8 @@ class Policy:
     patience: float = 0.0
     """After a loss that leaves `min_slices`, seconds to wait for a return before going on."""
     deadline: float = 1800.0
-    """Seconds to wait below `min_slices`, from the first moment below, before the run fails.
-    The deadline of a step is a share of it (`step_deadline`)."""
+    """Seconds to wait below `min_slices`, from the first moment below, before the run fails. The
+    one budget of time: every other deadline is a share of it (`deadlines`)."""
     lookback: Literal["live", "host"] = "host"
     """After a loss, go back to the last committed step on the surviving devices (`live`: costs
     `inflight` more device copies of the state, redoes nothing) or to the last host snapshot."""
@@ -38,6 +38,8 @@ class Policy:
     """Steps between checkpoints on disk; the last step is always saved. 0: only the last."""
     keep_checkpoints: int = 3
     """Newest checkpoints to keep on disk."""
+    eval_every: int = 0
+    """Steps between evaluations; the last step is evaluated too. 0: none."""
     max_losses: int = 10
     """Losses in a row without a committed step in between before the run fails."""
     probe_every: float = 5.0
@@ -51,8 +53,35 @@ class Policy:
 
     @property
     def step_deadline(self) -> float:
-        """Seconds until a step that was dispatched counts as stuck: a share of `deadline`."""
-        return self.deadline / 30
+        """Seconds for a step's results, a host snapshot, a batch: `deadline` / 30, at least 5."""
+        return max(self.deadline / 30, 5.0)
+
+    @property
+    def prepare_deadline(self) -> float:
+        """Seconds for a compile, for a restore, and for the first step after them: `deadline` / 3,
+        at least 60."""
+        return max(self.deadline / 3, 60.0)
+
+    @property
+    def probe_deadline(self) -> float:
+        """Seconds in which a slice must answer a probe: `deadline` / 180, at least 1."""
+        return max(self.deadline / 180, 1.0)
+
+    @property
+    def save_deadline(self) -> float:
+        """Seconds for a checkpoint to be written: `deadline` / 6, at least 30."""
+        return max(self.deadline / 6, 30.0)
+
+    @property
+    def deadlines(self) -> dict[str, float]:
+        """Every deadline of a run by what it is for, in seconds."""
+        return {
+            "wait": self.deadline,
+            "compile": self.prepare_deadline,
+            "save": self.save_deadline,
+            "step": self.step_deadline,
+            "probe": self.probe_deadline,
+        }
 
     def __post_init__(self) -> None:
         self._at_least("min_slices", 1)
@@ -60,6 +89,7 @@ class Policy:
         self._at_least("snapshot_every", 1)
         self._at_least("checkpoint_every", 0)
         self._at_least("keep_checkpoints", 1)
+        self._at_least("eval_every", 0)
         self._at_least("max_losses", 1)
         self._at_least("stable_probes", 1)
         self._at_least("patience", 0)

@@ -26,6 +26,8 @@ from elastix.machine.messages import (
     ControllerLost,
     DataFailed,
     Dispatched,
+    Evaluate,
+    Evaluated,
     Event,
     PreemptionNoticed,
     Prepared,
@@ -88,6 +90,7 @@ def start(state: Starting, event: Started, policy: Policy) -> Step:
         up=event.up,
         durable=event.durable,
         sources=event.sources,
+        evaluated=event.evaluated,
     )
     return resume_or_wait(ledger, frozenset(), event, policy)
 
@@ -173,6 +176,16 @@ def publish(state: Training | Finishing, event: Snapshotted, policy: Policy) -> 
     return nxt, effects + more
 
 
+def evaluated(state: Training | Finishing, event: Evaluated, policy: Policy) -> Step:
+    """The evaluation is on record, and never due again; a run that stops may not wait for it."""
+    if event.step != state.train_state.step:
+        raise ProtocolError(f"step {event.step} was evaluated, at step {state.train_state.step}")
+    state = replace(state, ledger=replace(state.ledger, evaluated=event.step))
+    if isinstance(state, Finishing):
+        return state, NONE
+    return advance(without_evaluation(state), event, policy)
+
+
 def slices_lost(state: Live, event: SlicesLost, policy: Policy) -> Step:
     """The memory of these slices is gone."""
     return lose(state, event.slices, event, policy)
@@ -234,7 +247,7 @@ def finishing_probed(state: Finishing, event: Probed, policy: Policy) -> Step:
 
 
 def too_late(state: Finishing | Stopping, event: Event, policy: Policy) -> Step:
-    """The end is near: no slice is taken back any more."""
+    """The end is near: no slice is taken back any more, and nothing is evaluated."""
     return state, NONE
 
 
@@ -265,6 +278,12 @@ def tried(state: Diagnosing, event: Tried, policy: Policy) -> Step:
     return Failed(f"stuck: {state.during} did not finish twice, {each}"), NONE
 
 
+def stuck_alone(state: Diagnosing, event: StepStuck, policy: Policy) -> Step:
+    """What nobody but this process does, such as a compile, does not finish: no slice can help."""
+    both = f"{state.during} did not finish, and neither did {event.during}"
+    return Failed(f"stuck: {both}, though every slice answers"), NONE
+
+
 def program_failed(state: Live, event: ProgramFailed, policy: Policy) -> Step:
     """An error that no slice is to blame for ends the run, and is never retried."""
     return Failed(event.reason), NONE
@@ -272,10 +291,14 @@ def program_failed(state: Live, event: ProgramFailed, policy: Policy) -> Step:
 
 def data_failed(state: Training, event: DataFailed, policy: Policy) -> Step:
     """Once, the stream is rebuilt at the committed position; twice in a row is a broken source."""
-    if state.asked != RunStep(state.ledger.epoch, event.step):
+    evaluating = state.asked == Evaluate(state.ledger.epoch, event.step)
+    if event.step == state.committed and not evaluating:
+        return state, NONE  # of an evaluation that nobody waits for any more
+    if not evaluating and state.asked != RunStep(state.ledger.epoch, event.step):
         raise ProtocolError(f"data for step {event.step} failed, {state.asked} was asked for")
     if state.ledger.data_failures and not state.ledger.draining:
-        return Failed(f"the data stream failed twice at step {event.step}: {event.reason}"), NONE
+        what = "evaluation data failed twice after" if evaluating else "data stream failed twice at"
+        return Failed(f"the {what} step {event.step}: {event.reason}"), NONE
     ledger = replace(state.ledger, data_failures=1)
     return advance(replace(state, ledger=ledger, asked=None), event, policy)
 
@@ -295,7 +318,9 @@ def preempt(state: Live, event: PreemptionNoticed, policy: Policy) -> Step:
     others = (n for n in ledger.leaving if n.slice_id not in named)
     leaving = (*others, *(Leaving(s, event.until) for s in sorted(named)))
     state = replace(state, ledger=replace(ledger, up=ledger.up - named, leaving=leaving))
-    return advance(state, event, policy) if isinstance(state, Training) else (state, NONE)
+    if not isinstance(state, Training):
+        return state, NONE
+    return advance(without_evaluation(state) if named & state.mesh else state, event, policy)
 
 
 def drain(state: Live, event: PreemptionNoticed, policy: Policy) -> Step:
@@ -303,4 +328,11 @@ def drain(state: Live, event: PreemptionNoticed, policy: Policy) -> Step:
     state = replace(state, ledger=replace(state.ledger, draining=True))
     if isinstance(state, Waiting):
         return stop(state.ledger, None)
-    return advance(state, event, policy) if isinstance(state, Training) else (state, NONE)
+    if not isinstance(state, Training):
+        return state, NONE
+    return advance(without_evaluation(state), event, policy)
+
+
+def without_evaluation(state: Training) -> Training:
+    """No evaluation is waited for: it is on record, or will be due again."""
+    return replace(state, asked=None) if isinstance(state.asked, Evaluate) else state

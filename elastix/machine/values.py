@@ -11,7 +11,7 @@ from enum import StrEnum
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from elastix.machine.messages import RunStep, Snapshot
+    from elastix.machine.messages import Evaluate, RunStep, Snapshot
 
 Slices = frozenset[int]
 """A set of slice ids."""
@@ -116,6 +116,8 @@ class Ledger:
     stuck: int = 0
     """Times in a row that something did not finish, without a committed step in between."""
     data_failures: int = 0
+    evaluated: int = 0
+    """The last step whose evaluation is on record."""
     below_since: float | None = None
     stable: tuple[Stable, ...] = ()
     """The slices outside the mesh that the last probe found up."""
@@ -152,7 +154,7 @@ class Training:
     iterator_state: int
     owed: int | None = None
     """The dispatched step whose host snapshot must be published before the next one runs."""
-    asked: RunStep | Snapshot | None = None
+    asked: RunStep | Snapshot | Evaluate | None = None
     """The effect in the foreground that has not been answered yet: there is at most one."""
 
 

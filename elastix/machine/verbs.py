@@ -12,6 +12,7 @@ from elastix.machine.ledger import (
     Effects,
     below,
     choose_mesh,
+    evaluation_due,
     forget,
     host_source,
     mark_flaps,
@@ -21,6 +22,7 @@ from elastix.machine.ledger import (
     save,
 )
 from elastix.machine.messages import (
+    Evaluate,
     Event,
     Prepare,
     Probe,
@@ -183,9 +185,10 @@ def stop(ledger: Ledger, reason: str | None) -> Step:
 
 
 def advance(state: Training, event: Event, policy: Policy) -> Step:
-    """Whatever comes next: the owed snapshot, the end, a regrow, or the next step.
+    """Whatever comes next: the owed snapshot, the end, an evaluation, a regrow, or the next step.
 
-    May be called after any event: an effect in the foreground is never asked for twice.
+    May be called after any event: an effect in the foreground is never asked for twice. A run that
+    is asked to stop, or to leave slices, does not evaluate before: it does so when it goes on.
     """
     if state.asked:
         return state, NONE
@@ -193,11 +196,15 @@ def advance(state: Training, event: Event, policy: Policy) -> Step:
     ledger = state.ledger
     if state.owed is not None:
         return ask(state, Snapshot(ledger.epoch, state.owed)) if drained else (state, NONE)
-    if state.dispatched >= ledger.num_steps or ledger.draining:
-        why = "done" if state.dispatched >= ledger.num_steps else "preempted"
+    due = evaluation_due(state.dispatched, ledger, policy)
+    ended = state.dispatched >= ledger.num_steps and not due
+    if ended or ledger.draining:
+        why = "done" if ended else "preempted"
         return finish(state, why) if drained else (state, NONE)
     if ledger.noticed & state.mesh:
         return leave(state, event, policy) if drained else (state, NONE)
+    if due:
+        return ask(state, Evaluate(ledger.epoch, state.dispatched)) if drained else (state, NONE)
     if wants_regrow(state, policy):
         return regrow(state, policy) if drained else (state, NONE)
     if state.dispatched - state.committed == policy.inflight:
@@ -205,7 +212,7 @@ def advance(state: Training, event: Event, policy: Policy) -> Step:
     return ask(state, RunStep(ledger.epoch, state.dispatched + 1))
 
 
-def ask(state: Training, effect: RunStep | Snapshot) -> Step:
+def ask(state: Training, effect: RunStep | Snapshot | Evaluate) -> Step:
     return replace(state, asked=effect), (effect,)
 
 

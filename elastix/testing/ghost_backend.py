@@ -15,6 +15,7 @@ from elastix.testing.world import POISON, Ghost, World
 
 STEP_SECONDS = 1.0
 PROBE_SECONDS = 0.05
+"""For all slices that are asked at once, if each answers."""
 
 _CONNECTION = frozenset({Kind.UNAVAILABLE})
 """All that a probe may raise: of everything else it says which slice does not answer."""
@@ -58,13 +59,17 @@ class GhostBackend:
         due = self._world.next_due()
         self._world.pass_time(seconds if due is None else min(seconds, due))
 
-    def probe(self, slices: Iterable[int]) -> dict[int, Health]:
-        return {s: self._probe(s) for s in sorted(slices)}
-
-    def _probe(self, slice_id: int) -> Health:
-        self._world.point(Phase.PROBE, raises=_CONNECTION)
+    def probe(self, slices: Iterable[int], deadline: float) -> dict[int, Health]:
+        asked = sorted(slices)
+        for _ in asked:
+            self._world.point(Phase.PROBE, raises=_CONNECTION)
+        silent = self._world.take_silent(asked)
         if not self._world.saving:
-            self._world.pass_time(PROBE_SECONDS)
+            self._world.pass_time(deadline if silent else PROBE_SECONDS)
+        return {s: Health.DOWN if s in silent else self._health(s) for s in asked}
+
+    def _health(self, slice_id: int) -> Health:
+        self._world.point(Phase.PROBE, raises=_CONNECTION)
         return self._world.health(slice_id)
 
     def admit(self, slices: Iterable[int]) -> None:
@@ -86,15 +91,18 @@ class GhostBackend:
         """Nothing waits for a step here: returns come by the clock."""
 
     def read(self, results: Any, slices: Iterable[int], deadline: float) -> Any:
-        ids = sorted(slices)
-        phases = (Phase.SYNC, *results["phases"])
+        phases = results["phases"]
         self._world.point(*phases, raises=ERRORS)
-        self._raise_if_dead(ids)
-        self._withhold(ids, deadline)
+        self.wait(results, slices, deadline)
         self._world.pass_time(STEP_SECONDS)
         self._world.point(*phases, raises=ERRORS)
-        self._raise_if_dead(ids)
+        self._raise_if_dead(sorted(slices))
         return dict(results)
+
+    def wait(self, arrays: Any, slices: Iterable[int], deadline: float) -> None:
+        ids = sorted(slices)
+        self._raise_if_dead(ids)
+        self._withhold(ids, deadline)
 
     def _withhold(self, slices: list[int], deadline: float) -> None:
         """Let time pass until the deadline, or until a loss is known."""
@@ -102,7 +110,7 @@ class GhostBackend:
         while self._world.hung.intersection(slices):
             left = give_up - self.now()
             if left <= 0:
-                raise StuckError(f"no result after {deadline:g} s")
+                raise StuckError
             self.idle(left)
             self._raise_if_dead(slices)
 

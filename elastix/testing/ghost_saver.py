@@ -12,7 +12,7 @@ import numpy as np
 from elastix.backends import Backend
 from elastix.checkpoints import CheckpointError
 from elastix.machine import Event, Save
-from elastix.saver import Saver
+from elastix.saver import SaveAnswer, Saver
 from elastix.testing.ghost_backend import from_leaves, to_leaves
 from elastix.testing.ghosts import progress_after
 from elastix.testing.schedules import ERRORS, Kind, Phase
@@ -70,9 +70,9 @@ class VirtualThread:
             self._world.at(0.0, self._begin)
         return _Future(self._world, job)
 
-    def shutdown(self, wait: bool = True) -> None:
+    def close(self, timeout: float | None = None) -> None:
         self._closed = True
-        while wait and (self._jobs or self.current):
+        while timeout is None and (self._jobs or self.current):
             self._world.pass_time(self._world.next_due() or 0.0)
 
     def _begin(self) -> None:
@@ -111,7 +111,7 @@ class GhostStore:
         self._written: tuple[int, Any] | None = None
 
     def save(self, step: int, leaves: dict[str, np.ndarray], metadata: dict[str, object]) -> None:
-        self._spend(self._world.schedule.save_seconds)
+        self._spend(self._world.schedule.save_seconds + self._world.stalls(Phase.SAVE))
         last = self._world.step_phases(step, first=False)
         self._world.point(*last, raises=ERRORS | {Kind.DISK_FULL})
         self._written = step, (from_leaves(leaves), metadata)
@@ -162,16 +162,14 @@ class GhostSaver(Saver):
 
     def __init__(self, world: World, backend: Backend):
         self._world, self._backend = world, backend
-        self._shapes, self._metadata = {}, {}
+        self._shapes, self._metadata, self._policy = {}, {}, world.schedule.policy
         self._thread = VirtualThread(world)
         self._store = GhostStore(world, self._thread)
-        self._abandoned = set()
-        self._ready: deque[Event] = deque()
-        self.pending = 0
+        self._abandoned, self._due, self._hangs = set(), {}, False
+        self._ready: deque[Any] = deque()
 
-    def save(self, effect: Save, copy: Any, extra: dict[str, Any]) -> None:
-        self.pending += 1
-        self._thread.add(lambda: self._try(effect, copy, extra), self._answered)
+    def _submit(self, effect: Save, copy: Any, metadata: dict[str, Any]) -> None:
+        self._thread.add(lambda: self._try(effect, copy, metadata), self._answered)
 
     def _try(self, effect: Save, copy: Any, extra: dict[str, Any]) -> Event:
         """What the thread of the real saver does, and its answer, as a value."""
@@ -190,14 +188,15 @@ class GhostSaver(Saver):
         self._store.commit()
         self._ready.append(replace(job.value(), at=self._world.clock.now()))
 
-    def answer(self, timeout: float = 0.0) -> Event | None:
+    def _take(self, timeout: float) -> SaveAnswer | None:
         if not self._ready and timeout:
             due = self._world.next_due()
             self._world.pass_time(timeout if due is None else min(timeout, due))
-        if not self._ready:
-            return None
-        self.pending -= 1
-        return self._ready.popleft()
+        return self._ready.popleft() if self._ready else None
+
+    def load(self, step: int) -> tuple[dict[str, np.ndarray], dict[str, object]]:
+        self._world.stall(Phase.RESTORE, self._policy.prepare_deadline, f"reading step {step}")
+        return self._thread.submit(self._load, step).result()
 
 
 class _Answer:

@@ -6,7 +6,7 @@ held is overwritten with poison, so that code which reads it is found out.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
@@ -18,11 +18,13 @@ from elastix.progress import Progress
 from elastix.saver import Saver
 from elastix.testing.ghost_backend import GhostBackend, GhostCopy, from_leaves
 from elastix.testing.schedules import ERRORS, Kind, Phase
-from elastix.testing.world import POISON, Ghost, Violation, World
+from elastix.testing.world import POISON, Ghost, Violation, World, expected
 
 COMPILE_SECONDS = 2.0
 RESTORE_SECONDS = 0.8
 SNAPSHOT_SECONDS = 0.2
+
+EVAL_BATCHES = 2
 
 Held = dict[int, Ghost]
 """What each slice holds of one train state."""
@@ -45,7 +47,7 @@ class GhostArrays(Arrays):
 
     def __init__(self, world: World, backend: GhostBackend, saver: Saver | None):
         program: Any = _NoProgram()
-        super().__init__(program, backend, saver)
+        super().__init__(program, backend, saver, world.schedule.policy)
         self._world = world
         self._donates = world.schedule.policy.lookback == "host"
         self._compiled: set[Slices] = set()
@@ -59,6 +61,7 @@ class GhostArrays(Arrays):
     def compile(self, mesh: Slices) -> None:
         with self._world.within(self._world.restoring):
             self._world.point(Phase.COMPILE, raises=ERRORS)
+            self._world.stall(Phase.COMPILE, self._policy.prepare_deadline, "compiling")
             if mesh not in self._compiled:
                 self._world.pass_time(COMPILE_SECONDS)
             self._world.point(Phase.COMPILE, raises=ERRORS)
@@ -77,7 +80,11 @@ class GhostArrays(Arrays):
             s: after if self._world.alive(s) else POISON for s in sorted(mesh)
         }
         self._world.point(Phase.DISPATCH, *phases, raises=ERRORS)
-        return {**_results(after), "example_id": batch["example_id"], "phases": phases}
+        return {
+            **_results(after),
+            "example_id": batch["example_id"],
+            "phases": (Phase.SYNC, *phases),
+        }
 
     def _update(self, before: Held, mesh: Slices, number: int) -> Ghost:
         """Every slice takes part in a step, so that poison on one of them spoils all."""
@@ -89,7 +96,17 @@ class GhostArrays(Arrays):
 
     def trial(self, slices: Slices) -> dict[str, Any]:
         self._world.point(raises=ERRORS)
+        self.compile(slices)
         return {**_results(()), "phases": ()}
+
+    def evaluate(self, epoch: int, step: int, mesh: Slices, batch: Any) -> dict[str, Any]:
+        self._world.point(Phase.EVALUATION, raises=ERRORS)
+        held = self._states[epoch, step]
+        inputs = {held[s] if self._world.alive(s) else POISON for s in mesh}
+        state = POISON if POISON in inputs else inputs.pop()
+        number = int(batch["example_id"][0]) // 2
+        sums = {"total": loss_of(state) + number, "weight": 1.0, "metrics": {}}
+        return {**sums, "phases": (Phase.EVALUATION,)}
 
     def consumed_ids(self, ids: np.ndarray) -> np.ndarray:
         return ids
@@ -111,7 +128,7 @@ class GhostArrays(Arrays):
             self._world.pass_time(RESTORE_SECONDS / len(mesh))
             self._made[slice_id] = donor(slice_id) if self._world.alive(slice_id) else POISON
         self._world.point(raises=ERRORS)
-        return self._made, progress
+        return self._made, progress  # the backend waits for it, as long as a slice hangs
 
     def _read(self, source: Source, known: dict[int, Progress]) -> tuple[Donor | None, Progress]:
         match source.tier:
@@ -131,6 +148,7 @@ class GhostArrays(Arrays):
         phases = self._world.step_phases(step, step == self._first)
         with self._world.within(Phase.SNAPSHOT, *phases):
             held = self._states[epoch, step]
+            self._backend.wait(held, mesh, self._policy.step_deadline)
             copies = {}
             for slice_id in sorted(mesh):
                 self._world.point(raises=ERRORS)
@@ -176,6 +194,11 @@ def loss_of(ghost: Ghost) -> float:
     return float("nan") if POISON[0] in ghost else float(hash(ghost) % 9973)
 
 
+def eval_loss(step: int) -> float:
+    """The loss of the evaluation of an undisturbed run after `step`: see `GhostArrays.evaluate`."""
+    return loss_of(expected(step)) + sum(range(EVAL_BATCHES)) / EVAL_BATCHES
+
+
 def _results(ghost: Ghost) -> dict[str, Any]:
     return {
         "loss": loss_of(ghost),
@@ -187,22 +210,32 @@ def _results(ghost: Ghost) -> dict[str, Any]:
     }
 
 
-class GhostStream:
-    """A stream of numbered batches of two examples each."""
-
-    fingerprint: dict[str, Any] = {}  # noqa: RUF012
+class GhostFeed:
+    """Numbered batches of two examples each, for steps."""
 
     def __init__(self, world: World):
         self._world = world
         self._first: int | None = None
 
-    def batches(self, position: int) -> Iterator[dict[str, np.ndarray]]:
-        first = position + 1 if self._first is None else self._first
+    def take(self, number: int, slices: Any, deadline: float) -> dict[str, np.ndarray]:
+        first = number + 1 if self._first is None else self._first
         self._first = first
-        for number in range(position, self._world.schedule.num_steps):
-            phases = self._world.step_phases(number + 1, number + 1 == first)
-            self._world.point(Phase.DATA, *phases, raises=frozenset({Kind.DATA}))
-            yield {"example_id": examples(number)}
+        phases = self._world.step_phases(number + 1, number + 1 == first)
+        self._world.point(Phase.DATA, *phases, raises=frozenset({Kind.DATA}))
+        self._world.stall(Phase.DATA, deadline, f"reading batch {number}")
+        return {"example_id": examples(number)}
+
+    def reset(self) -> None:
+        """Nothing is read ahead."""
+
+
+class GhostEvalFeed(GhostFeed):
+    """The same, for evaluations."""
+
+    def take(self, number: int, slices: Any, deadline: float) -> dict[str, np.ndarray]:
+        self._world.point(Phase.EVALUATION, raises=frozenset({Kind.DATA}))
+        self._world.stall(Phase.EVALUATION, deadline, f"reading batch {number}")
+        return {"example_id": examples(number)}
 
 
 @lru_cache(maxsize=4096)

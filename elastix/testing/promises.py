@@ -23,7 +23,7 @@ from elastix.machine import (
 from elastix.machine.ledger import probes_needed
 from elastix.testing.ghost_backend import STEP_SECONDS
 from elastix.testing.knowledge import Knowledge, blamed, committed_after, lost_holder, violated
-from elastix.testing.schedules import Phase
+from elastix.testing.schedules import Kind, Phase
 from elastix.testing.world import World
 
 ROUND_SECONDS = 2 * STEP_SECONDS
@@ -36,6 +36,9 @@ class Promises:
     def __init__(self, world: World, knowledge: Knowledge):
         self._world, self._knowledge = world, knowledge
         self._policy = world.schedule.policy
+        silent = any(fault.kind is Kind.SILENT for fault in world.schedule.faults)
+        self._silence = self._policy.probe_deadline if silent else 0.0
+        """Seconds that a probe may take."""
         self._draining = False
         self._below_since: float | None = None
         self._waiting_since = 0.0
@@ -89,7 +92,7 @@ class Promises:
         source = after.source
         ahead = before.dispatched - step if isinstance(before, Training) else 0
         whole = source.tier is Tier.LIVE and source.step == step and not ahead
-        if not whole or not (after.mesh > before.mesh or before.mesh & before.ledger.noticed):
+        if not whole or not (after.mesh > before.mesh or before.mesh & after.ledger.noticed):
             violated("a move loses no step", f"{source} at step {step}, {ahead} in flight")
 
     def _redone(self, step: int) -> None:
@@ -149,7 +152,7 @@ class Promises:
         for slice_id in sorted(state.ledger.slices - state.mesh - state.ledger.noticed):
             probes = 1 + probes_needed(state.ledger, slice_id, policy)
             most = probes * (policy.probe_every + ROUND_SECONDS)
-            most += (policy.inflight + 2) * STEP_SECONDS
+            most += (policy.inflight + 2) * STEP_SECONDS + self._silence
             back = slice_id not in self._world.dead
             since = self._outside_since.setdefault(slice_id, event.at) if back else event.at
             if not back:

@@ -18,7 +18,7 @@ from elastix.machine import Policy
 Surfaces = Literal["read", "dispatch"]
 """Where a loss is noticed."""
 
-FOREVER = 1e6
+FOREVER = 9000.0
 """A deadline, in seconds, that no return in a random schedule misses."""
 
 
@@ -34,6 +34,7 @@ class Phase(StrEnum):
     COMPILE = "compile"
     PROBE = "probe"
     DATA = "data"
+    EVALUATION = "evaluation"
     FIRST_STEP = "first step"
     LAST_STEP = "last step"
 
@@ -49,6 +50,8 @@ class Kind(StrEnum):
     """A slice dies and is back, with empty memory, before anybody asked."""
     SILENT = "silence"
     """A slice lives, and does not answer its next probe in time."""
+    STALL = "stall"
+    """What this process does by itself, a compile, a read or a write, hangs for a while."""
     HANG = "hang"
     """A slice answers probes and finishes no step, until it returns."""
     DATA_LOSS = "DATA_LOSS"
@@ -70,9 +73,16 @@ class Kind(StrEnum):
 
 
 LOSSES = frozenset({Kind.LOSS, Kind.LOSSES, Kind.UNSEEN})
-ERRORS = frozenset({Kind.DATA_LOSS, Kind.INTERNAL, Kind.UNAVAILABLE, Kind.PROGRAM})
-QUIET = LOSSES | {Kind.SILENT, Kind.HANG, Kind.ROT, Kind.NOTICE, Kind.PREEMPTION}
 """Kinds that strike slices."""
+ERRORS = frozenset({Kind.DATA_LOSS, Kind.INTERNAL, Kind.UNAVAILABLE, Kind.PROGRAM})
+QUIET = LOSSES | {
+    Kind.SILENT,
+    Kind.HANG,
+    Kind.STALL,
+    Kind.ROT,
+    Kind.NOTICE,
+    Kind.PREEMPTION,
+}
 """Kinds that raise nothing where they strike: they are noticed later."""
 NAMING = LOSSES | {Kind.SILENT, Kind.HANG, Kind.NOTICE}
 
@@ -83,7 +93,8 @@ _WHERE: dict[Kind, frozenset[Phase]] = {
     **dict.fromkeys(ERRORS, _COMPUTING),
     Kind.UNAVAILABLE: _COMPUTING | {Phase.PROBE},
     Kind.SILENT: _PROBING,
-    Kind.DATA: frozenset({Phase.DATA, Phase.FIRST_STEP, Phase.LAST_STEP}),
+    Kind.DATA: frozenset({Phase.DATA, Phase.EVALUATION, Phase.FIRST_STEP, Phase.LAST_STEP}),
+    Kind.STALL: frozenset({Phase.DATA, Phase.EVALUATION, Phase.COMPILE, Phase.SAVE, Phase.RESTORE}),
     Kind.DISK_FULL: frozenset({Phase.SAVE, Phase.LAST_STEP}),
 }
 CELLS = tuple((phase, kind) for phase in Phase for kind in Kind if phase in _WHERE[kind])
@@ -98,7 +109,8 @@ class Fault:
     Args:
         visit: strikes at the first point, from the visit-th of this phase on, at which it can.
         slices: the victims of a loss, a silence or a notice.
-        returns: seconds until they are back; None: never. An unseen return takes none.
+        returns: seconds until they are back, or the stall is over; None: never. An unseen return
+            takes none.
         warning: seconds from a notice to the death that it announces.
         surfaces: where a loss is noticed, at the next dispatch already or when a result is read.
     """
@@ -126,7 +138,8 @@ class Schedule:
 
     Args:
         save_seconds: virtual seconds that one checkpoint takes to be written.
-        on_disk: steps whose checkpoints are there when the run begins.
+        on_disk: steps whose checkpoints are there when the run begins; those before them that
+            were due are evaluated.
         durable: whether the run keeps checkpoints at all.
     """
 
@@ -184,7 +197,8 @@ def random_schedule(seed: int, slices: int = 4) -> Schedule:
     impatient = rng.random() < 0.1  # a run that may miss its deadline
     cells = [rng.choice(CELLS) for _ in range(rng.choice((1, 1, 1, 2, 2, 2, 3, 3, 4, 8)))]
     faults = [f for cell in cells for f in _faults(rng, cell, num_slices, num_steps, impatient)]
-    deadline = 600.0 if any(kind is Kind.HANG for _, kind in cells) else FOREVER
+    slow = any(kind in (Kind.HANG, Kind.STALL) for _, kind in cells)
+    deadline = 600.0 if slow else FOREVER
     if impatient:
         deadline = rng.choice((0.0, 2.0, 10.0, 30.0))
     grows = any(phase is Phase.REGROW for phase, _ in cells)
@@ -195,6 +209,8 @@ def random_schedule(seed: int, slices: int = 4) -> Schedule:
         most = num_steps if num_steps == 1 or rng.random() < 0.1 else num_steps - 1
         on_disk = sorted(rng.sample(range(1, most + 1), rng.randint(1, min(3, most))))
     policy = _policy(rng, num_slices, grows, deadline)
+    if any(phase is Phase.EVALUATION for phase, _ in cells):
+        policy = replace(policy, eval_every=rng.randint(1, 3))
     return Schedule(
         num_slices=num_slices,
         num_steps=num_steps,
@@ -219,6 +235,7 @@ def _policy(rng: random.Random, num_slices: int, grows: bool, deadline: float) -
         snapshot_every=rng.randint(1, 5),
         checkpoint_every=rng.choice((0, 1, 2, 3, 5)),
         keep_checkpoints=rng.randint(1, 3),
+        eval_every=rng.choice((0, 0, 1, 2, 5)),
         max_losses=rng.randint(1, 3) if rng.random() < 0.1 else 10,
         probe_every=rng.choice((0.5, 0.5, 2.0, 5.0)),
         stable_probes=1 if grows else rng.randint(1, 3),
@@ -247,8 +264,8 @@ def _faults(
         victims = tuple(sorted(rng.sample(range(num_slices), count)))
     never = impatient and rng.random() < 0.5
     returns = None if never else rng.choice((0.1, 0.5, 2.0, 5.0, 20.0))
-    if kind is Kind.HANG:
-        returns = rng.choice((5.0, 25.0, 50.0, 200.0))
+    if kind in (Kind.HANG, Kind.STALL):
+        returns = rng.choice((5.0, 25.0, 50.0, 300.0))
     warning = rng.choice((0.0, 1.0, 4.0, 15.0))
     surfaces: Surfaces = rng.choice(("read", "dispatch"))
     faults.append(Fault(phase, kind, at, victims, returns, warning, surfaces))
@@ -260,7 +277,7 @@ def _faults(
 def _points(phase: Phase, num_slices: int, num_steps: int) -> float:
     """About how far into the points of a phase a fault should strike."""
     match phase:
-        case Phase.DISPATCH | Phase.SYNC | Phase.DATA:
+        case Phase.DISPATCH | Phase.SYNC | Phase.DATA | Phase.EVALUATION:
             return 0.5 * num_steps
         case Phase.RESTORE:
             return 2.5 * num_slices

@@ -13,6 +13,7 @@ from typing import Any
 
 from elastix.backends import Health, slices_of
 from elastix.driver import Driver
+from elastix.evaluation import EvalLog, EvalRow, Evaluations
 from elastix.event_log import EventLog
 from elastix.machine import (
     Done,
@@ -29,7 +30,14 @@ from elastix.metrics import MetricsLog
 from elastix.notices import Announcements
 from elastix.testing.ghost_backend import GhostBackend, from_leaves
 from elastix.testing.ghost_saver import GhostSaver
-from elastix.testing.ghosts import GhostArrays, GhostStream, loss_of
+from elastix.testing.ghosts import (
+    EVAL_BATCHES,
+    GhostArrays,
+    GhostEvalFeed,
+    GhostFeed,
+    eval_loss,
+    loss_of,
+)
 from elastix.testing.invariants import Invariants
 from elastix.testing.knowledge import violated
 from elastix.testing.schedules import FOREVER, Kind, Phase, Schedule
@@ -46,7 +54,7 @@ class Parts:
     backend: Callable[..., GhostBackend] = GhostBackend
     arrays: Callable[..., GhostArrays] = GhostArrays
     saver: Callable[..., GhostSaver] = GhostSaver
-    stream: Callable[..., Any] = GhostStream
+    feed: Callable[..., Any] = GhostFeed
 
 
 @dataclass(frozen=True)
@@ -90,11 +98,12 @@ def simulate(schedule: Schedule, parts: Parts | None = None) -> Result:
     world = World(schedule)
     metrics = MetricsLog(None)
     metrics.losses = [loss_of(expected(n)) for n in range(1, 1 + max((0, *schedule.on_disk)))]
+    evaluated = _evaluated(schedule)
     processes: list[_Process] = []
     violation = None
     try:
         while not processes or processes[-1].goes_on(len(processes)):
-            processes.append(_Process(world, metrics, parts or Parts()))
+            processes.append(_Process(world, metrics, evaluated, parts or Parts()))
             processes[-1].run()
     except Violation as error:
         violation = error
@@ -108,11 +117,31 @@ def simulate(schedule: Schedule, parts: Parts | None = None) -> Result:
     )
 
 
+def _evaluated(schedule: Schedule) -> EvalLog:
+    """The record of evaluations, which outlives processes; each row must be due, and right."""
+
+    def check(row: EvalRow) -> None:
+        right = row.loss == eval_loss(row.step) and row.examples == 2 * EVAL_BATCHES
+        if not right or row.step not in evaluations_due(schedule, schedule.num_steps):
+            violated("an evaluation is right", f"{row}")
+
+    log = EvalLog(None, (check,))
+    for step in evaluations_due(schedule, max((0, *schedule.on_disk))):
+        log.record(EvalRow(step, eval_loss(step), 1.0, 2 * EVAL_BATCHES, 1, 0.0))
+    return log
+
+
+def evaluations_due(schedule: Schedule, done: int) -> list[int]:
+    """The steps, up to `done`, after which the policy evaluates."""
+    every, last = schedule.policy.eval_every, schedule.num_steps
+    return [n for n in range(1, done + 1) if every and (n % every == 0 or n == last)]
+
+
 class _Process:
     """One process of a run: its memory is new, the world and the disk are not."""
 
-    def __init__(self, world: World, metrics: MetricsLog, parts: Parts):
-        self.world, self.metrics = world, metrics
+    def __init__(self, world: World, metrics: MetricsLog, evaluated: EvalLog, parts: Parts):
+        self.world, self.metrics, self.evaluated = world, metrics, evaluated
         self.end: Done | Failed | None = None
         self.rows: list[tuple[Event, State, tuple[Effect, ...]]] = []
         self._struck_before = len(world.struck)
@@ -123,17 +152,19 @@ class _Process:
         self._saver = parts.saver(world, self._backend) if schedule.durable else None
         arrays = parts.arrays(world, self._backend, self._saver)
         self._invariants = Invariants(world, self._backend, arrays)
+        self._evaluations = Evaluations(GhostEvalFeed(world), EVAL_BATCHES, evaluated)
         stop = threading.Event()
         world.preempt = stop.set
         self._driver = parts.driver(
             arrays,
-            parts.stream(world),
+            parts.feed(world),
             self._backend,
             schedule.policy,
             metrics,
             self._saver,
             (self._record, self._invariants),
             Announcements(stop, world.take_notice),
+            self._evaluations,
         )
         self._invariants.driver = self._driver
 
@@ -164,6 +195,7 @@ class _Process:
                 *(Source(Tier.DISK, s) for s in sorted(self.world.disk)),
             ),
             durable=self._saver is not None,
+            evaluated=self.evaluated.last,
         )
         try:
             self.end = self._driver.run(Starting(), started)
@@ -200,6 +232,13 @@ class _Process:
         good = rotten or final == expected(steps)
         _require(good, "nothing dead is done", f"the state is {final}")
         self._check_on_disk(steps)
+        self._check_evaluated(steps)
+
+    def _check_evaluated(self, steps: int) -> None:
+        rows = [(r["step"], r["loss"]) for r in self.evaluated.rows]
+        due = evaluations_due(self.world.schedule, steps)
+        right = [(n, eval_loss(n)) for n in due]
+        _require(rows == right, "each evaluation is recorded once", f"{rows}, not {right}")
 
     def _check_preempted(self, end: Done) -> None:
         _require(self._struck(Kind.PREEMPTION), "it was asked to stop", f"{end}")
@@ -225,11 +264,11 @@ class _Process:
         if "the controller lost its devices" in reason:
             return self._struck(Kind.UNAVAILABLE) > 0
         if reason.startswith("stuck:"):
-            return self._struck(Kind.HANG) > 0
-        if "the data stream failed twice" in reason:
-            return self._struck(Kind.DATA) > 1
+            return self._struck(Kind.HANG, Kind.STALL) > 0
+        if "data failed twice" in reason or "data stream failed twice" in reason:
+            return self._struck(Kind.DATA) > 1 or self._struck(Kind.STALL) > 0
         if "the last checkpoint could not be written" in reason:
-            return PLANTED in reason
+            return PLANTED in reason or "it was not written in" in reason
         return PLANTED in reason and self._struck(Kind.PROGRAM, Kind.INTERNAL) > 0
 
 

@@ -14,8 +14,9 @@ import jax
 from elastix.backends import Health
 from elastix.backends.simulated import VirtualClock
 from elastix.checkpoints import CheckpointError
+from elastix.classification import StuckError
 from elastix.notices import Notice
-from elastix.testing.schedules import ERRORS, QUIET, Fault, Kind, Phase, Schedule
+from elastix.testing.schedules import ERRORS, FOREVER, QUIET, Fault, Kind, Phase, Schedule
 
 Ghost = tuple[int, ...]
 """What stands for a train state: the numbers of the batches it consumed, in order."""
@@ -83,6 +84,8 @@ class World:
         """What the next restore is for: set by who watches the machine."""
         self._context: tuple[Phase, ...] = ()
         self._silent: set[int] = set()
+        self._stalled: dict[Phase, float] = {}
+        """Until when what this process does in a phase hangs."""
         self._visits: dict[Phase, int] = {}
         self._timed: list[tuple[float, int, Callable[[], None]]] = []
         self._order = itertools.count()
@@ -171,6 +174,9 @@ class World:
             case Kind.SILENT:
                 self._silent.update(s for s in fault.slices if s not in self.dead)
                 self.harm += len(fault.slices)
+            case Kind.STALL:
+                until = self.clock.now() + (FOREVER if fault.returns is None else fault.returns)
+                self._stalled[fault.phase] = max(self._stalled.get(fault.phase, 0.0), until)
             case Kind.ROT:
                 self.rotten.add(max(self.disk.keys() - self.rotten))
             case Kind.NOTICE:
@@ -233,6 +239,7 @@ class World:
 
     def repair(self) -> None:
         """Between two processes somebody has brought everything back."""
+        self._stalled.clear()
         self._unhang(self.hung)
         for slice_id in sorted(self.dead):
             self.bring_back(slice_id)
@@ -245,12 +252,30 @@ class World:
 
     def health(self, slice_id: int) -> Health:
         """What a probe of the slice tells."""
-        if slice_id in self._silent:
-            self._silent.discard(slice_id)
-            return Health.DOWN
         if slice_id in self.dead or slice_id in self.suspended:
             return Health.DOWN
         return Health.EMPTIED if slice_id in self.emptied else Health.UP
+
+    def take_silent(self, slices: Iterable[int]) -> frozenset[int]:
+        """Of the slices asked now, those that do not answer in time; next time they do."""
+        silent = frozenset(self._silent.intersection(slices))
+        self._silent -= silent
+        return silent
+
+    def stalls(self, phase: Phase) -> float:
+        """For how many seconds what is done in this phase hangs."""
+        return max(0.0, self._stalled.get(phase, 0.0) - self.clock.now())
+
+    def stall(self, phase: Phase, deadline: float, what: str) -> None:
+        """Let time pass while what is done in this phase hangs.
+
+        Raises:
+            StuckError: it still does after `deadline` seconds.
+        """
+        seconds = self.stalls(phase)
+        self.pass_time(min(seconds, deadline))
+        if seconds > deadline:
+            raise StuckError(what)
 
     def unnoticed(self) -> int:
         """Slices that were harmed and may be taken for lost later."""
