@@ -42,6 +42,11 @@ class Arrays:
         self._states: dict[tuple[int, int], Leaves] = {}
         self._unpublished: set[int] = set()
 
+    @property
+    def num_states(self) -> int:
+        """The train states held, of which each slice of the mesh has a copy."""
+        return len(self._states)
+
     def compile(self, mesh: Slices) -> None:
         """See that the step's executable for `mesh` exists.
 

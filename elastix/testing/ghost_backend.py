@@ -17,7 +17,7 @@ STEP_SECONDS = 1.0
 PROBE_SECONDS = 0.05
 """For all slices that are asked at once, if each answers."""
 
-_CONNECTION = frozenset({Kind.UNAVAILABLE})
+CONNECTION = frozenset({Kind.UNAVAILABLE})
 """All that a probe may raise: of everything else it says which slice does not answer."""
 
 
@@ -62,14 +62,14 @@ class GhostBackend:
     def probe(self, slices: Iterable[int], deadline: float) -> dict[int, Health]:
         asked = sorted(slices)
         for _ in asked:
-            self._world.point(Phase.PROBE, raises=_CONNECTION)
+            self._world.point(Phase.PROBE, raises=CONNECTION)
         silent = self._world.take_silent(asked)
         if not self._world.saving:
             self._world.pass_time(deadline if silent else PROBE_SECONDS)
         return {s: Health.DOWN if s in silent else self._health(s) for s in asked}
 
     def _health(self, slice_id: int) -> Health:
-        self._world.point(Phase.PROBE, raises=_CONNECTION)
+        self._world.point(Phase.PROBE, raises=CONNECTION)
         return self._world.health(slice_id)
 
     def admit(self, slices: Iterable[int]) -> None:
@@ -88,7 +88,7 @@ class GhostBackend:
         self._world.point(Phase.DISPATCH)
 
     def committed(self, step: int) -> None:
-        """Nothing waits for a step here: returns come by the clock."""
+        self._world.committed(step)
 
     def read(self, results: Any, slices: Iterable[int], deadline: float) -> Any:
         phases = results["phases"]

@@ -167,11 +167,6 @@ class GhostArrays(Arrays):
         """What each slice holds of a train state, or None if it was freed."""
         return self._states.get((epoch, step))
 
-    @property
-    def num_states(self) -> int:
-        """The train states held, of which each slice of the mesh has a copy."""
-        return len(self._states)
-
     def _wipe(self, slice_id: int) -> None:
         for held in (*self._states.values(), self._made):
             if slice_id in held:

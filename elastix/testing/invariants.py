@@ -6,6 +6,8 @@ live, what each of them holds, and what is on disk.
 
 from __future__ import annotations
 
+from elastix.arrays import Arrays
+from elastix.backends import Backend
 from elastix.driver import Driver
 from elastix.machine import (
     Committed,
@@ -35,16 +37,15 @@ from elastix.testing.promises import Promises
 from elastix.testing.world import POISON, World, expected
 
 
-class Invariants:
-    """Checks every transition of one process; raises `Violation` at the first that is wrong."""
+class Rules:
+    """What is checked at every transition of one process, on arrays as on ghosts: what the policy
+    promises, and what the machine says of itself. Raises `Violation` at the first that is wrong."""
 
-    MOST_TRANSITIONS = 4000
-
-    def __init__(self, world: World, backend: GhostBackend, arrays: GhostArrays):
+    def __init__(self, world: World, backend: Backend, arrays: Arrays):
         self.driver: Driver | None = None
         """The driver under test, once it is made."""
         self.knowledge = Knowledge(world)
-        self._world, self._backend, self._arrays = world, backend, arrays
+        self._world, self._backend, self._held_arrays = world, backend, arrays
         self._promises = Promises(world, self.knowledge)
         self._policy = world.schedule.policy
         live = self._policy.lookback == "live"
@@ -56,7 +57,7 @@ class Invariants:
         self, before: State, event: Event, after: State, effects: tuple[Effect, ...]
     ) -> None:
         self._transitions += 1
-        if self._transitions > self.MOST_TRANSITIONS:
+        if self._transitions > 4000 + 20 * self._world.schedule.num_steps:
             violated("the run ends", f"it goes on after {self._transitions} events")
         if is_stale(before, event):
             return
@@ -66,6 +67,43 @@ class Invariants:
             self._event(before, event, after)
         if not isinstance(after, Starting | Done | Failed):
             self._state(after)
+
+    def _event(self, before: Live, event: Event, after: State) -> None:
+        """What an event says, against the truth."""
+
+    def _state(self, state: Live) -> None:
+        policy = self._policy
+        if state.ledger.losses > policy.max_losses:
+            violated("losses are bounded", f"{state.ledger.losses}")
+        if isinstance(state, Training | Finishing):
+            self._running(state)
+        if self._held_arrays.num_states > self._most_states:
+            violated("memory is bounded", f"{self._held_arrays.num_states} train states")
+        for slice_id in self._backend.devices:
+            if len(self._backend.host_memory(slice_id)) > 3:
+                steps = sorted(self._backend.host_memory(slice_id))
+                violated("memory is bounded", f"slice {slice_id} has snapshots {steps}")
+
+    def _running(self, state: Training | Finishing) -> None:
+        mesh, policy, step = state.mesh, self._policy, state.train_state.step
+        if state.iterator_state != step:
+            violated("one meaning of step", f"{step}, with data of {state.iterator_state}")
+        if not mesh.isdisjoint(self.knowledge.lost):
+            violated("runs on live slices", f"{sorted(mesh)}, with {self.knowledge.lost} lost")
+        if not policy.min_slices <= len(mesh) <= (policy.max_slices or len(mesh)):
+            violated("enough slices", f"{sorted(mesh)}")
+        if isinstance(state, Training):
+            ahead = state.dispatched - state.committed
+            if state.committed != step or not 0 <= ahead <= policy.inflight:
+                violated("one meaning of step", f"{state}")
+
+
+class Invariants(Rules):
+    """What is checked on ghosts: each word of the machine against what the slices hold."""
+
+    def __init__(self, world: World, backend: GhostBackend, arrays: GhostArrays):
+        super().__init__(world, backend, arrays)
+        self._arrays, self._memory = arrays, backend.host_memory
 
     # --- events -----------------------------------------------------------------------------
 
@@ -118,7 +156,7 @@ class Invariants:
 
     def _snapshotted(self, event: Snapshotted) -> None:
         for slice_id in sorted(event.holders):
-            copy = self._backend.host_memory(slice_id).get(event.step)
+            copy = self._memory(slice_id).get(event.step)
             good = copy is not None and copy.ghost == expected(event.step)
             if not good and self._world.alive(slice_id):
                 violated("a snapshot is right", f"slice {slice_id} at step {event.step}")
@@ -155,36 +193,8 @@ class Invariants:
         if source.tier is Tier.LIVE:
             held = self._arrays.held(source.epoch, source.step) or {}
             return any(held.get(s) == right for s in holders)
-        copies = (self._backend.host_memory(s).get(source.step) for s in holders)
+        copies = (self._memory(s).get(source.step) for s in holders)
         return any(copy is not None and copy.ghost == right for copy in copies)
-
-    # --- states -----------------------------------------------------------------------------
-
-    def _state(self, state: Live) -> None:
-        policy = self._policy
-        if state.ledger.losses > policy.max_losses:
-            violated("losses are bounded", f"{state.ledger.losses}")
-        if isinstance(state, Training | Finishing):
-            self._running(state)
-        if self._arrays.num_states > self._most_states:
-            violated("memory is bounded", f"{self._arrays.num_states} train states")
-        for slice_id in self._backend.devices:
-            if len(self._backend.host_memory(slice_id)) > 3:
-                steps = sorted(self._backend.host_memory(slice_id))
-                violated("memory is bounded", f"slice {slice_id} has snapshots {steps}")
-
-    def _running(self, state: Training | Finishing) -> None:
-        mesh, policy, step = state.mesh, self._policy, state.train_state.step
-        if state.iterator_state != step:
-            violated("one meaning of step", f"{step}, with data of {state.iterator_state}")
-        if not mesh.isdisjoint(self.knowledge.lost):
-            violated("runs on live slices", f"{sorted(mesh)}, with {self.knowledge.lost} lost")
-        if not policy.min_slices <= len(mesh) <= (policy.max_slices or len(mesh)):
-            violated("enough slices", f"{sorted(mesh)}")
-        if isinstance(state, Training):
-            ahead = state.dispatched - state.committed
-            if state.committed != step or not 0 <= ahead <= policy.inflight:
-                violated("one meaning of step", f"{state}")
 
 
 def on_disk(state: State, step: int) -> bool:

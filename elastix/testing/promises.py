@@ -36,9 +36,9 @@ class Promises:
     def __init__(self, world: World, knowledge: Knowledge):
         self._world, self._knowledge = world, knowledge
         self._policy = world.schedule.policy
-        silent = any(fault.kind is Kind.SILENT for fault in world.schedule.faults)
-        self._silence = self._policy.probe_deadline if silent else 0.0
-        """Seconds that a probe may take."""
+        slow = (Kind.SILENT, Kind.HANG, Kind.STALL)
+        self._prompt = all(fault.kind not in slow for fault in world.schedule.faults)
+        """Whether nothing takes longer than it does by itself."""
         self._draining = False
         self._below_since: float | None = None
         self._waiting_since = 0.0
@@ -147,12 +147,12 @@ class Promises:
             for slice_id in event.down:
                 self._outside_since.pop(slice_id, None)
         full = policy.max_slices is not None and len(state.mesh) >= policy.max_slices
-        if full or not isinstance(event, Committed):
+        if full or not self._prompt or not isinstance(event, Committed):
             return
         for slice_id in sorted(state.ledger.slices - state.mesh - state.ledger.noticed):
             probes = 1 + probes_needed(state.ledger, slice_id, policy)
             most = probes * (policy.probe_every + ROUND_SECONDS)
-            most += (policy.inflight + 2) * STEP_SECONDS + self._silence
+            most += (policy.inflight + 2) * STEP_SECONDS
             back = slice_id not in self._world.dead
             since = self._outside_since.setdefault(slice_id, event.at) if back else event.at
             if not back:

@@ -111,6 +111,7 @@ class Fault:
         slices: the victims of a loss, a silence or a notice.
         returns: seconds until they are back, or the stall is over; None: never. An unseen return
             takes none.
+        after: counts points from the commit of this step on.
         warning: seconds from a notice to the death that it announces.
         surfaces: where a loss is noticed, at the next dispatch already or when a result is read.
     """
@@ -122,6 +123,7 @@ class Fault:
     returns: float | None = 1.0
     warning: float = 1.0
     surfaces: Surfaces = "read"
+    after: int = 0
 
     def __post_init__(self) -> None:
         if self.phase not in _WHERE[self.kind]:

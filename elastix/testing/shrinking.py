@@ -95,6 +95,7 @@ def _lower_fault(fault: Fault) -> Iterator[tuple[str, Any]]:
         if slice_id > 0 and slice_id - 1 not in fault.slices:
             yield "slices", (*fault.slices[:n], slice_id - 1, *fault.slices[n + 1 :])
     yield from _lower(fault, "visit")
+    yield from (("after", lower) for lower in sorted({0, fault.after // 2}) if lower < fault.after)
     for field, plain in (("surfaces", "read"), ("returns", 1.0), ("warning", 1.0)):
         if getattr(fault, field) != plain:
             yield field, plain

@@ -45,13 +45,13 @@ class World:
     in `point`, which the ghosts call before, after and in the middle of what they do.
     """
 
-    MOST_POINTS = 50_000
-    """Points in one run; with more it is taken to stand still."""
-
     def __init__(self, schedule: Schedule):
         self.schedule = schedule
         self.clock = VirtualClock()
-        self.pending: list[Fault] = list(schedule.faults)
+        self.most_points = 50_000 + 500 * schedule.num_steps
+        """Points in one run; with more it is taken to stand still."""
+        self.pending: list[Fault] = [f for f in schedule.faults if f.after == 0]
+        self._later: list[Fault] = [f for f in schedule.faults if f.after > 0]
         self.hits: Counter[tuple[Phase, Kind]] = Counter()
         self.struck: list[Fault] = []
         self.harm = 0
@@ -87,6 +87,7 @@ class World:
         self._stalled: dict[Phase, float] = {}
         """Until when what this process does in a phase hangs."""
         self._visits: dict[Phase, int] = {}
+        self._visits_at: dict[int, dict[Phase, int]] = {}
         self._timed: list[tuple[float, int, Callable[[], None]]] = []
         self._order = itertools.count()
 
@@ -113,7 +114,7 @@ class World:
 
     def _tick(self) -> None:
         self.ticks += 1
-        if self.ticks > self.MOST_POINTS:
+        if self.ticks > self.most_points:
             raise Violation("the run ends", f"it still goes on after {self.ticks} points")
 
     # --- faults -----------------------------------------------------------------------------
@@ -144,13 +145,25 @@ class World:
         for phase in here:
             visits[phase] = visits.get(phase, 0) + 1
         for fault in tuple(self.pending):
-            due = fault.phase in here and visits[fault.phase] >= fault.visit
+            due = fault.phase in here and visits[fault.phase] >= fault.visit + self._base(fault)
             possible = fault.kind in QUIET or fault.kind in raises
             if due and possible and self._can_strike(fault):
                 self.pending.remove(fault)
                 self.hits[fault.phase, fault.kind] += 1
                 self.struck.append(fault)
                 self._strike(fault)
+
+    def _base(self, fault: Fault) -> int:
+        """The points of its phase that were passed when the fault began to count."""
+        return self._visits_at[fault.after].get(fault.phase, 0) if fault.after else 0
+
+    def committed(self, step: int) -> None:
+        """A step was committed: faults that were to come after it may."""
+        due = [f for f in self._later if f.after <= step]
+        if due:
+            self._visits_at |= {f.after: dict(self._visits) for f in due}
+            self._later = [f for f in self._later if f.after > step]
+            self.pending += due
 
     def step_phases(self, step: int, first: bool) -> tuple[Phase, ...]:
         """The phases that a step belongs to by its place in the run."""
