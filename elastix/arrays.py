@@ -112,7 +112,7 @@ class Arrays:
         Raises:
             CheckpointError: a checkpoint cannot be trusted; it was set aside.
             SliceLostError: a slice that was read or written is not alive afterwards.
-            StuckError: it is not done by the deadline of a restore.
+            StuckError: a checkpoint is not read, or the state is not on the mesh, in time.
         """
         # Once more: a slice may have come back while the step was compiled, and what it will hold
         # is built from here on.
@@ -120,7 +120,7 @@ class Arrays:
         leaves, progress = self._build(source, mesh, known)
         if leaves is None:
             return None
-        self._backend.wait(leaves, mesh | source.holders, self._policy.prepare_deadline)
+        self._backend.wait(leaves, mesh | source.holders, self._policy.step_deadline)
         self._require(mesh | source.holders, "restoring")
         self._states[epoch, source.step] = leaves
         return progress

@@ -98,8 +98,8 @@ class Driver:
         self._mesh: Slices = frozenset()
         self._epoch = 0
         self._steps = Steps()
-        self._fresh = True
-        """Whether no step was dispatched on this mesh: the first takes longer."""
+        self._ran: set[Slices] = set()
+        """The meshes on which a step has finished: the first may take longer."""
         self._evaluation: Evaluation | None = None
         self._events: deque[Event] = deque()
         self._wake: WakeAt | None = None
@@ -171,7 +171,7 @@ class Driver:
             self._begin_epoch(effect.epoch)
         match effect:
             case Prepare():
-                self._mesh, self._fresh = effect.mesh, True
+                self._mesh = effect.mesh
                 self._guarded(self._prepare, effect)
             case RunStep():
                 self._guarded(self._run_step, effect)
@@ -245,8 +245,8 @@ class Driver:
             return
         self._backend.check(self._mesh)
         results = self._arrays.step(self._epoch, effect.step, self._mesh, batch)
-        policy, fresh, self._fresh = self._policy, self._fresh, False
-        deadline = policy.prepare_deadline if fresh else policy.step_deadline
+        ran, policy = self._mesh in self._ran, self._policy
+        deadline = policy.step_deadline if ran else policy.prepare_deadline
         self._steps.dispatched(effect.step, results, self._backend.now(), deadline)
         self._emit(Dispatched, step=effect.step)
         self._backend.dispatched(effect.step, self._mesh)
@@ -270,6 +270,7 @@ class Driver:
             results = self._backend.read(step.results, self._mesh, step.deadline)
         ids = self._arrays.consumed_ids(results.pop("example_id"))
         seconds = self._steps.commit(ids, self._backend.now())
+        self._ran.add(self._mesh)
         self._backend.committed(step.step)
         row = Row.of(step.step, results, len(self._mesh), seconds)
         mismatch = self._metrics.commit(row)

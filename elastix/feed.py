@@ -1,9 +1,8 @@
-"""The batches of a stream for a driver: the next is read while a step runs, and none for ever."""
+"""The batches of a stream for a driver, none of which is waited for for ever."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from concurrent.futures import Future
+from collections.abc import Callable, Iterable
 from typing import Protocol
 
 import numpy as np
@@ -27,7 +26,7 @@ class Feed(Protocol):
         ...
 
     def reset(self) -> None:
-        """Forget what was read ahead: the next batch may be any."""
+        """The next batch may be any."""
         ...
 
 
@@ -37,20 +36,17 @@ class StreamFeed:
     def __init__(self, stream: Stream, backend: Backend):
         self._stream, self._backend = stream, backend
         self._worker: Worker | None = None
-        self._ahead: Future[Batch] | None = None
+        self._next: Callable[[], Batch]
 
     def take(self, number: int, slices: Iterable[int], deadline: float) -> Batch:
         if self._worker is None:
             self._worker = Worker("elastix-data")
             batches = self._worker.submit(self._stream.batches, number)
             self._next = lambda: next(batches.result())
-            self._ahead = self._worker.submit(self._next)
-        assert self._ahead
-        batch = wait_for(self._ahead, self._backend, slices, deadline, f"reading batch {number}")
-        self._ahead = self._worker.submit(self._next)
-        return batch
+        job = self._worker.submit(self._next)
+        return wait_for(job, self._backend, slices, deadline, f"reading batch {number}")
 
     def reset(self) -> None:
         if self._worker:
             self._worker.close(timeout=0.0)
-        self._worker = self._ahead = None
+        self._worker = None

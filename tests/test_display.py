@@ -184,6 +184,7 @@ def test_the_end_tells_the_loss_beside_that_of_frequencies():
     assert block.title == "done: 100 of 100 steps in 1:15 min"
     assert dict(block.fields) == {
         "final loss": "2.0000, 1.2500 below the 3.2500 of knowing token frequencies alone",
+        "evaluated": "2.2500, the last of 1",
         "state": "sha256 5a17",
         "consumed": "800 examples, sha256 c0de",
         "recoveries": "2 (1 loss, 1 regrow); 8 steps redone in all",

@@ -95,10 +95,15 @@ def test_bad_input_that_only_the_runs_can_see_is_passed_on(verify, tmp_path):
 
 
 def test_the_first_step_whose_loss_differs_is_named():
+    row = {"step": 3, "loss": 2.0, "slices": 4, "seconds": 0.5}
     one = {"losses": [3.0, 2.0, 1.0], "steps": 3, "consumed": {"examples": 3}, "state_sha256": "a"}
-    assert compare_summaries(one, dict(one)) == []
+    one["evaluations"] = [row]
+    assert compare_summaries(one, {**one, "evaluations": [{**row, "slices": 2}]}) == []
     other = {**one, "losses": [3.0, 2.5, 1.5], "consumed": {"examples": 4}}
+    other["evaluations"] = [{**row, "loss": 2.5}]
     assert compare_summaries(one, other) == [
         "the loss of step 2 is 2.0 with faults and 2.5 without",
+        "evaluations are [{'step': 3, 'loss': 2.0}] with faults "
+        "and [{'step': 3, 'loss': 2.5}] without",
         "consumed is {'examples': 3} with faults and {'examples': 4} without",
     ]

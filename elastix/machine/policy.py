@@ -53,13 +53,14 @@ class Policy:
 
     @property
     def step_deadline(self) -> float:
-        """Seconds for a step's results, a host snapshot, a batch: `deadline` / 30, at least 5."""
+        """Seconds for a step, for the state to be copied from or to devices, and for a batch to be
+        read: `deadline` / 30, at least 5."""
         return max(self.deadline / 30, 5.0)
 
     @property
     def prepare_deadline(self) -> float:
-        """Seconds for a compile, for a restore, and for the first step after them: `deadline` / 3,
-        at least 60."""
+        """Seconds for a compile, for a mesh's first step, and for a checkpoint to be read:
+        `deadline` / 3, at least 60."""
         return max(self.deadline / 3, 60.0)
 
     @property
