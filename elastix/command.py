@@ -6,8 +6,9 @@ import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
-from elastix.faults import Fault, Hang, Lose, Return
+from elastix.faults import Fault, Hang, Lose, Return, parse_script
 from elastix.faults import parse as parse_fault
 from elastix.usage import UsageParser
 
@@ -146,7 +147,7 @@ def _command(
         backend=given.backend,
         slices=given.slices,
         devices_per_slice=given.devices_per_slice,
-        faults=(*losses, *hangs, *returns),
+        faults=(*losses, *hangs, *returns, *_scripted(given.faults)),
         fields=tuple(fields),
         compile_cache=given.compile_cache,
         keep=getattr(given, "keep", False),
@@ -154,9 +155,22 @@ def _command(
     )
 
 
+def _scripted(path: str | None) -> tuple[Fault, ...]:
+    """The faults of a script in a file."""
+    if path is None:
+        return ()
+    try:
+        return parse_script(Path(path).read_text(encoding="utf-8"), path)
+    except (OSError, UnicodeDecodeError) as error:
+        why = getattr(error, "strerror", None) or "no text"
+        raise ValueError(
+            f"--faults {path} cannot be read ({why}): name a file of lines such as 'lose 1@40'"
+        ) from error
+
+
 _WITH_VALUE = (
     *("--run-dir", "--backend", "--slices", "--devices-per-slice", "--steps"),
-    *("--lose", "--hang", "--return", "--compile-cache"),
+    *("--lose", "--hang", "--return", "--faults", "--compile-cache"),
 )
 _ALONE = ("--keep", "--help")
 
@@ -209,6 +223,11 @@ def _parser(name: str) -> argparse.ArgumentParser:
     fault("--lose", help="lose slice S, counted from 0, while STEP runs; S@12.5s: at 12.5 s")
     fault("--hang", help="slice S answers, but finishes no step from STEP on")
     fault("--return", help="bring it back, with empty memory, when STEP is committed")
+    add(
+        "--faults",
+        metavar="FILE",
+        help="a script: lose S@STEP, hang S@STEP or return S@STEP a line",
+    )
     add(
         "--compile-cache",
         metavar="DIR|off",

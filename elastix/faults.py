@@ -8,17 +8,21 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 
 @dataclass(frozen=True, slots=True)
 class Scripted:
-    """What happens to a slice at step `step`, or at second `time`."""
+    """What happens to a slice at step `step`, or at second `time`.
+
+    `written` says where, for a fault of a script: `fault script, line 3`.
+    """
 
     slice: int
     step: int | None = None
     time: float | None = None
+    written: str = field(default="", compare=False, repr=False, kw_only=True)
 
     def __post_init__(self) -> None:
         if (self.step is None) == (self.time is None):
@@ -31,6 +35,11 @@ class Scripted:
     def __str__(self) -> str:
         when = str(self.step) if self.step is not None else f"{self.time:g}s"
         return f"--{type(self).__name__.lower()} {self.slice}@{when}"
+
+    @property
+    def told(self) -> str:
+        """The fault in the words in which it was given, after the place if that was a script."""
+        return f"{self.written}: {script_line(self)}" if self.written else str(self)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +82,40 @@ def parse(kind: type[Fault], text: str) -> Fault:
     return kind(int(slice_id), time=float(time))
 
 
+_KINDS: dict[str, type[Fault]] = {"lose": Lose, "hang": Hang, "return": Return}
+
+
+def parse_script(text: str, source: str = "fault script") -> tuple[Fault, ...]:
+    """A fault a line, such as `lose 1@12`, `hang 0@20` or `return 1@12.5s`; `#` begins a comment.
+
+    Args:
+        source: what the script is called in messages.
+
+    Raises:
+        ValueError: a line is not of that form; the message names it.
+    """
+    numbered = ((n, line.partition("#")[0]) for n, line in enumerate(text.splitlines(), 1))
+    return tuple(_line(line, f"{source}, line {n}") for n, line in numbered if line.strip())
+
+
+def _line(line: str, written: str) -> Fault:
+    kind, _, when = " ".join(line.split()).partition(" ")
+    try:
+        if kind not in _KINDS:
+            raise ValueError(
+                f"{line.strip()!r}: write lose, hang or return, then SLICE@STEP such as 1@40, "
+                "or SLICE@SECONDSs"
+            )
+        return replace(parse(_KINDS[kind], when), written=written)
+    except ValueError as error:
+        raise ValueError(f"{written}: {str(error).removeprefix('--')}") from error
+
+
+def script_line(fault: Scripted | str) -> str:
+    """A fault, or one as `unfired_faults` of a summary has it, as a line of a script."""
+    return str(fault).removeprefix("--")
+
+
 def validate(faults: Iterable[Fault], slices: Iterable[int], num_steps: int) -> None:
     """Refuse a script that cannot happen.
 
@@ -86,23 +129,31 @@ def validate(faults: Iterable[Fault], slices: Iterable[int], num_steps: int) -> 
     down: dict[int, Fault] = {}
     for fault in faults:
         if fault.slice not in known:
-            raise ValueError(f"{fault}: there are slices {known[0]} to {known[-1]} only")
+            raise ValueError(f"{fault.told}: there are slices {known[0]} to {known[-1]} only")
         if fault.step is not None and fault.step > num_steps:
-            raise ValueError(f"{fault}: the run has {num_steps} steps only")
+            raise ValueError(f"{fault.told}: the run has {num_steps} steps only")
         if fault.slice in unordered:
             continue  # which comes first, a step or a second, only the run can tell
         if not isinstance(fault, Return):
             if fault.slice in down and not isinstance(down[fault.slice], Hang):
-                raise ValueError(f"{fault}: slice {fault.slice} was lost before; return it first")
+                raise ValueError(
+                    f"{fault.told}: slice {fault.slice} was lost before; return it first"
+                )
             down[fault.slice] = fault
         elif down.pop(fault.slice, None) is None:
-            raise ValueError(f"{fault}: slice {fault.slice} is not lost before that; lose it first")
+            raise ValueError(
+                f"{fault.told}: slice {fault.slice} is not lost before that; lose it first"
+            )
 
 
 def _order(fault: Fault) -> tuple[float, float, bool]:
     time = fault.time if fault.time is not None else 0.0
     step = fault.step if fault.step is not None else 0
     return (step, time, isinstance(fault, Return))
+
+
+_TICK = 1e-3
+"""Least time, in seconds, that passes for a fault: a float of less might not move a clock."""
 
 
 class Script:
@@ -154,14 +205,19 @@ class Script:
         return [f for f in self.pending if f.time is not None and f.time <= now]
 
     def next_return_in(self, now: float) -> float | None:
-        """Seconds until the next scripted event if nothing trains; None if there is none."""
+        """Seconds until the next scripted event if nothing trains; None if there is none.
+
+        What is due and did not strike, such as the return of a slice that is not lost yet, waits
+        for something else than time.
+        """
         waits = [
             (f.step - self._clock) * self.step_seconds
             for f in self.pending
             if isinstance(f, Return) and f.step is not None
         ]
         waits += [f.time - now for f in self.pending if f.time is not None]
-        return max(0.0, min(waits)) if waits else None
+        waits = [wait for wait in waits if wait > 0]
+        return max(_TICK, min(waits)) if waits else None
 
     def struck(self, fault: Fault) -> None:
         self.pending.remove(fault)

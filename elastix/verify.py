@@ -180,19 +180,23 @@ def _tell_failure(child: Child) -> str:
 
 def _compare(command: Command, recipe: Recipe, faulted: Child, undisturbed: Child) -> str | None:
     """What is wrong with the two runs, or differs between them; None: nothing."""
-    one, two = faulted.summary, undisturbed.summary
-    wrong = []
-    if one["unfired_faults"]:
-        wrong.append(f"did not fire: {', '.join(one['unfired_faults'])}")
-    wrong += [
-        f"the final state of the run {child.label} is not finite"
-        for child in (faulted, undisturbed)
-        if not child.summary["finite"]
-    ]
-    wrong += compare_summaries(one, two)
+    wrong = compare_runs(faulted.summary, undisturbed.summary)
     if not wrong:
         wrong += _check_states(command, recipe, faulted, undisturbed)
     return "; ".join(wrong) or None
+
+
+def compare_runs(faulted: dict[str, Any], undisturbed: dict[str, Any]) -> list[str]:
+    """What is wrong with the summaries of two runs, or differs between them, a line each."""
+    wrong = []
+    if faulted["unfired_faults"]:
+        wrong.append(f"did not fire: {', '.join(faulted['unfired_faults'])}")
+    wrong += [
+        f"the final state of the run {label} is not finite"
+        for label, summary in zip(_LABELS, (faulted, undisturbed), strict=True)
+        if not summary["finite"]
+    ]
+    return wrong + compare_summaries(faulted, undisturbed)
 
 
 def compare_summaries(faulted: dict[str, Any], undisturbed: dict[str, Any]) -> list[str]:
@@ -203,10 +207,18 @@ def compare_summaries(faulted: dict[str, Any], undisturbed: dict[str, Any]) -> l
     if first is not None:
         a, b = losses[first - 1]
         found.append(f"the loss of step {first} is {a!r} with faults and {b!r} without")
+    evaluated = [[_exact(row) for row in run["evaluations"]] for run in (faulted, undisturbed)]
+    if evaluated[0] != evaluated[1]:
+        found.append(f"evaluations are {evaluated[0]} with faults and {evaluated[1]} without")
     for key in ("steps", "consumed", "state_sha256"):
         if faulted[key] != undisturbed[key]:
             found.append(f"{key} is {faulted[key]} with faults and {undisturbed[key]} without")
     return found
+
+
+def _exact(row: dict[str, Any]) -> dict[str, Any]:
+    """What of an evaluation must not depend on what died."""
+    return {key: value for key, value in row.items() if key not in ("seconds", "slices")}
 
 
 def _check_states(command: Command, recipe: Recipe, *children: Child) -> list[str]:

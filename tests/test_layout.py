@@ -27,7 +27,7 @@ ALLOWED = {
     r"elastix\.jsonl$": set(),
     r"elastix\.event_log$": {"elastix.machine", "elastix.jsonl"},
     r"elastix\.(replay|explain)$": {"elastix.machine", "elastix.event_log", "elastix.replay"},
-    r"elastix\.(faults|goodput)$": set(),
+    r"elastix\.(faults|goodput|lazy)$": set(),
 }
 # These may be imported by modules whose names match, and by nobody else in these packages.
 RESERVED = {
@@ -37,7 +37,10 @@ RESERVED = {
 RESTRICTED = ("elastix", "models", "recipes")
 
 # Modules that must load with the standard library alone.
-PURE = ("machine", "recoveries", "faults", "goodput", "jsonl", "event_log", "replay", "explain")
+PURE = (
+    *("machine", "recoveries", "faults", "goodput", "jsonl", "event_log", "replay", "explain"),
+    "lazy",
+)
 
 
 class Import(NamedTuple):

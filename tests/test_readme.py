@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 import subprocess
@@ -10,6 +11,7 @@ from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
+import jax
 import pytest
 
 import elastix
@@ -24,6 +26,8 @@ README = (ROOT / "README.md").read_text()
 BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```$", README, re.M | re.S)
 COMMANDS = [line for kind, text in BLOCKS if kind == "bash" for line in text.splitlines() if line]
 PYTHON = [text for kind, text in BLOCKS if kind == "python"]
+TESTS = [text for text in PYTHON if "def test_" in text]
+SCRIPTS = [text for text in PYTHON[1:] if text not in TESTS]
 
 
 def long_recipe():
@@ -82,10 +86,25 @@ def test_the_recipe_is_the_one_of_the_quickstart():
     assert PYTHON[0] == (ROOT / "recipes/quickstart.py").read_text()
 
 
-@pytest.mark.parametrize("code", PYTHON[1:])
+@pytest.mark.parametrize("code", SCRIPTS)
 def test_each_block_of_python_runs(code, capsys):
     exec(code.replace("from recipes.quickstart import recipe", "recipe = long_recipe"), globals())
     assert capsys.readouterr().out
+
+
+def test_the_tests_pass_with_the_plugin(tmp_path):
+    for n, code in enumerate(TESTS):
+        short = code.replace("recipes.quickstart import", "tests.test_readme import long_recipe as")
+        (tmp_path / f"test_{n}.py").write_text(short)
+    options = ["-q", "-p", "elastix.testing.plugin", "-p", "no:cacheprovider", "--strict-markers"]
+    command = [sys.executable, "-m", "pytest", *options, str(tmp_path)]
+    where = {"PYTHONPATH": str(ROOT), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    where["JAX_COMPILATION_CACHE_DIR"] = jax.config.jax_compilation_cache_dir
+    where["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
+    ran = subprocess.run(
+        command, cwd=tmp_path, env=os.environ | where, capture_output=True, text=True
+    )
+    assert ran.returncode == 0 and f"{len(TESTS) + 1} passed" in ran.stdout, ran.stdout
 
 
 def test_the_diagram_is_the_one_that_the_machine_makes():
@@ -125,4 +144,4 @@ def test_the_tree_names_files_that_exist():
 def test_every_field_of_the_policy_that_is_named_exists():
     table = re.search(r"^\| you want .*?\n\n", README, re.M | re.S).group()
     for name in re.findall(r"`(\w+)", table):
-        assert hasattr(elastix.Policy(), name) or name in ("inflight",), name
+        assert hasattr(elastix.Policy(), name) or name in ("inflight", "eval_data"), name
