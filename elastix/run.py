@@ -242,6 +242,9 @@ class _Run:
     ) -> Summary:
         steps = end.iterator_state if isinstance(end, Done) else driver.committed
         final = driver.final_state(end.train_state) if isinstance(end, Done) else None
+        if isinstance(end, Done) and end.train_state and final is None:
+            # All who held it died since, and what is on disk, if anything is, cannot be read.
+            end = Failed(f"the state after step {steps} was lost before it was read")
         compiles, hits = count_compiles()
         progress = driver.progress(steps)
         return Summary(

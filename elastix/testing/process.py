@@ -20,6 +20,7 @@ from elastix.machine import (
     Starting,
     State,
     Tier,
+    TrainStateName,
 )
 from elastix.metrics import MetricsLog
 from elastix.notices import Announcements
@@ -129,10 +130,17 @@ class Process:
         at = name.step if name else None
         require(at == end.iterator_state == steps, "done is done", f"ended at {end}")
         require(len(self.metrics.losses) == steps, "one row a step", f"{self.metrics.losses}")
-        if not (final is None and steps in self.world.rotten):
+        assert name
+        if final is not None or not self._is_lost(name):
             self._check_final(final)
         self._check_on_disk(steps)
         self._check_evaluated(steps)
+
+    def _is_lost(self, name: TrainStateName) -> bool:
+        """Whether every copy of the final state was lost after the run had ended."""
+        silent = self._struck(Kind.SILENT)  # one that does not answer when it is read
+        held = not silent and any(self.world.alive(s) for s in name.holders)
+        return not held and (self._saver is None or name.step in self.world.rotten)
 
     def _check_evaluated(self, steps: int) -> None:
         rows = [r["step"] for r in self.evaluated.rows]

@@ -379,3 +379,24 @@ def test_a_directory_with_other_files_is_refused(tmp_path):
     with pytest.raises(ValueError, match=r"holds thesis.tex but no recipe.json"):
         run(NET, run_dir=tmp_path)
     assert [p.name for p in tmp_path.iterdir()] == ["thesis.tex"]
+
+
+class DyingAtTheEnd(SimulatedBackend):
+    """Loses every slice when the last snapshot was taken, before anybody reads it."""
+
+    def committed(self, step):
+        super().committed(step)
+        self.last = step == 40
+
+    def probe(self, slices, deadline):
+        found = super().probe(slices, deadline)
+        if getattr(self, "last", False):
+            for slice_id in self.devices:
+                self.lose(slice_id)
+        return found
+
+
+def test_a_run_whose_final_state_nobody_can_read_is_not_done():
+    summary = train(NET, backend=DyingAtTheEnd(4, 2))
+    assert summary.outcome == "failed" and summary.state_sha256 is None
+    assert "the state after step 40 was lost before it was read" in summary.reason
