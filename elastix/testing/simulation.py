@@ -54,6 +54,7 @@ class Result:
         violation: the invariant that did not hold, or None.
         hits: how often each kind of fault struck in each phase.
         transitions: of the machine, in all processes.
+        processes: the rows of each process, (event, state, effects).
     """
 
     schedule: Schedule
@@ -61,14 +62,14 @@ class Result:
     violation: Violation | None
     hits: Counter[tuple[Phase, Kind]]
     transitions: int
-    _rows: tuple[tuple[tuple[Event, State, tuple[Effect, ...]], ...], ...] = field(repr=False)
+    processes: tuple[tuple[tuple[Event, State, tuple[Effect, ...]], ...], ...] = field(repr=False)
 
     @property
     def log(self) -> str:
         """The event logs of the processes, one after another, as `events.jsonl` has them."""
         with tempfile.TemporaryDirectory() as directory:
             path = Path(directory, "events.jsonl")
-            for rows in self._rows:
+            for rows in self.processes:
                 log = EventLog(path, self.schedule.policy, pid=0)
                 for row in rows:
                     log.append(*row)
