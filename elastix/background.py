@@ -6,10 +6,11 @@ not keep the process from ending.
 
 from __future__ import annotations
 
+import atexit
 import queue
 import threading
 from collections.abc import Callable, Iterable
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from typing import Any
 
 from elastix.backends import Backend
@@ -19,11 +20,25 @@ _LOOK = 0.05
 """Seconds between two looks at the slices and the clock while something is waited for."""
 
 
+_PATIENCE = 5.0
+"""Seconds that the end of the process waits for threads."""
+_unfinished: set[Future[Any]] = set()
+
+
 def start(do: Callable[..., Any], *args: Any) -> Future[Any]:
     """Run `do(*args)` in a thread of its own."""
     job: Future[Any] = Future()
+    _unfinished.add(job)
+    job.add_done_callback(_unfinished.discard)
     threading.Thread(target=_fill, args=(job, do, args), name="elastix", daemon=True).start()
     return job
+
+
+@atexit.register
+def still_running() -> bool:
+    """Whether a thread that was started still runs after some seconds. Python up to 3.13 aborts
+    the process when it ends while a daemon is inside C++: then leave by `os._exit`."""
+    return bool(wait(tuple(_unfinished), timeout=_PATIENCE).not_done)
 
 
 def wait_for(

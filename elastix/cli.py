@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NoReturn
 
+from elastix.background import still_running
 from elastix.command import Command, parse
 from elastix.display import open_display
 from elastix.notices import notify_main
@@ -83,7 +84,11 @@ def _run(command: Command) -> int:
             raise  # bad input: the message names the value and the remedy
         traceback.print_exc()
         return _say(f"failed: {type(error).__name__}: {error}", FAILED)
-    return _end(summary)
+    status = _end(summary)
+    if still_running():
+        sys.stdout.flush()
+        os._exit(status)
+    return status
 
 
 def _leave_at_once(status: int) -> NoReturn:
