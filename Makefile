@@ -9,7 +9,7 @@ CORE := $(VENV)/core-$(PYTHON_VERSION).stamp
 DEV := $(VENV)/dev-$(PYTHON_VERSION).stamp
 PIP := $(BIN)/python -m pip install --quiet --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: help demo test soak lint types check pins clean
+.PHONY: help demo test soak mutants bench lint types check pins clean
 
 help: ## what can be made (this list)
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-8s%s\n", $$1, $$2}' Makefile
@@ -25,6 +25,12 @@ test: $(DEV) ## run the tests
 
 soak: $(DEV) ## run the long tests: minutes of seeded faults
 	@$(BIN)/python -m pytest -m soak
+
+mutants: $(DEV) ## change the machine and the driver in small ways: the tests must notice
+	@$(BIN)/python tools/mutants.py
+
+bench: $(CORE) ## measure what is measured and never asserted: the cost of a transition
+	@$(BIN)/python bench/transition.py
 
 lint: $(DEV) ## check style and format
 	@$(BIN)/ruff check .

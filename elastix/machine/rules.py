@@ -187,8 +187,11 @@ def evaluated(state: Training | Finishing, event: Evaluated, policy: Policy) -> 
 
 
 def slices_lost(state: Live, event: SlicesLost, policy: Policy) -> Step:
-    """The memory of these slices is gone."""
-    return lose(state, event.slices, event, policy)
+    """The memory of these slices is gone. A wait that was told so asks again after a while."""
+    nxt, effects = lose(state, event.slices, event, policy)
+    if isinstance(state, Waiting):
+        effects = (*effects, WakeAt(state.ledger.epoch, event.at + policy.probe_every))
+    return nxt, effects
 
 
 def probed(state: Training, event: Probed, policy: Policy) -> Step:
@@ -246,7 +249,7 @@ def finishing_probed(state: Finishing, event: Probed, policy: Policy) -> Step:
     return lose(state, gone, event, policy) if gone else (state, NONE)
 
 
-def too_late(state: Finishing | Stopping, event: Event, policy: Policy) -> Step:
+def too_late(state: Finishing, event: Event, policy: Policy) -> Step:
     """The end is near: no slice is taken back any more, and nothing is evaluated."""
     return state, NONE
 

@@ -27,7 +27,7 @@ from elastix.machine.verbs import (
     Step,
     conclude,
     lose,
-    stop,
+    settle,
 )
 
 
@@ -67,10 +67,10 @@ def _after_save(state: Live) -> Step:
     if isinstance(state, Finishing):
         return conclude(state)
     if isinstance(state, Stopping):
-        return stop(state.ledger, state.reason)
+        return settle(state.ledger, state.reason)
     ledger = state.ledger
     newest = max((s for s in ledger.sources if s.tier is Tier.HOST), default=None, key=_step)
-    if not (ledger.save_owed and newest and newest.holders & ledger.up):
+    if not (ledger.save_owed and newest and newest.holders & (ledger.up | ledger.noticed)):
         return state, NONE
     ledger, effects = save(ledger, newest)
     return replace(state, ledger=ledger), effects

@@ -95,18 +95,17 @@ TABLE: dict[tuple[type, type], Rule] = {
     (Finishing, DataFailed): too_late,
     (Finishing, Probed): finishing_probed,
     (Finishing, Woke): too_late,
-    (Stopping, Probed): too_late,
-    (Stopping, Woke): too_late,
     (Diagnosing, Probed): diagnosed,
     (Diagnosing, Tried): tried,
     (Diagnosing, StepStuck): stuck_alone,
 }
 for _live in (Training, Waiting, Restoring, Diagnosing, Finishing, Stopping):
-    TABLE[_live, SlicesLost] = slices_lost
     TABLE[_live, Saved] = saved
     TABLE[_live, SaveFailed] = save_failed
-    TABLE[_live, ControllerLost] = controller_lost
     TABLE[_live, PreemptionNoticed] = preempt
+for _active in (Training, Waiting, Restoring, Diagnosing, Finishing):
+    TABLE[_active, SlicesLost] = slices_lost
+    TABLE[_active, ControllerLost] = controller_lost
 for _running in (Training, Restoring, Diagnosing, Finishing):
     TABLE[_running, ProgramFailed] = program_failed
 for _working in (Training, Restoring, Finishing):

@@ -68,8 +68,7 @@ def wait(ledger: Ledger, mesh: Slices, event: Event, policy: Policy) -> Step:
     Below `min_slices` there is no patience: the first moment with enough ends the wait.
     """
     if ledger.draining:
-        # A new epoch: an answer to what was in flight may still come.
-        return stop(replace(ledger, epoch=ledger.epoch + 1), None)
+        return stop(ledger, None)
     enough = len(ledger.up) >= policy.min_slices
     want = most_slices(ledger, policy)
     until = event.at + policy.patience if enough else event.at
@@ -86,7 +85,8 @@ def lose(state: Live, slices: Slices, event: Event, policy: Policy) -> Step:
         nxt, more = stop(ledger, state.reason)
         return nxt, effects + more
     if not slices & involved(state):
-        return replace(state, ledger=ledger), effects
+        nxt, more = go_on(replace(state, ledger=ledger))
+        return nxt, effects + more
     ledger = keep_live(state, slices, ledger, policy)
     ledger = replace(mark_flaps(ledger, slices & state.mesh), losses=ledger.losses + 1)
     if ledger.losses > policy.max_losses:
@@ -171,7 +171,13 @@ def watch(state: Training) -> Effects:
 
 
 def stop(ledger: Ledger, reason: str | None) -> Step:
-    """End a run in which nothing runs; what a slice still holds is made durable first."""
+    """End a run in which nothing runs, in a new epoch: of what was asked before, only a finished
+    save counts, and what is written next is not taken for what was given up."""
+    return settle(replace(ledger, epoch=ledger.epoch + 1), reason)
+
+
+def settle(ledger: Ledger, reason: str | None) -> Step:
+    """What a slice still holds is made durable; then the run has ended."""
     answering = ledger.up | ledger.noticed
     hosts = [s for s in ledger.sources if s.tier is Tier.HOST and s.holders & answering]
     best = max(hosts, key=lambda s: s.step, default=None)
@@ -220,6 +226,13 @@ def finish(state: Training, why: str) -> Step:
     """Nothing is in flight: see that the committed state is held and durable, then end."""
     done = Finishing(state.ledger, why, state.mesh, state.train_state, state.iterator_state)
     return conclude(done)
+
+
+def go_on(state: Training | Restoring | Diagnosing | Finishing) -> Step:
+    """A slice outside the mesh was lost, and with it perhaps the save that the end waited for."""
+    if isinstance(state, Finishing) and host_source(state.ledger, state.train_state.step):
+        return conclude(state)
+    return state, NONE
 
 
 def conclude(state: Finishing) -> Step:

@@ -138,7 +138,7 @@ class Process:
 
     def _is_lost(self, name: TrainStateName) -> bool:
         """Whether every copy of the final state was lost after the run had ended."""
-        silent = self._struck(Kind.SILENT)  # one that does not answer when it is read
+        silent = self._struck(Kind.SILENT, Kind.UNAVAILABLE)  # nobody answers when it is read
         held = not silent and any(self.world.alive(s) for s in name.holders)
         return not held and (self._saver is None or name.step in self.world.rotten)
 

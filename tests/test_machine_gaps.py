@@ -1,0 +1,450 @@
+"""The machine by example, once more: what mutants of its rules showed to be untested."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from elastix.driver import Driver
+from elastix.machine import (
+    Abandon,
+    DataFailed,
+    Dispatched,
+    Done,
+    Evaluate,
+    Failed,
+    Finishing,
+    Flap,
+    Leaving,
+    Policy,
+    PreemptionNoticed,
+    Prepare,
+    Prepared,
+    Probe,
+    Probed,
+    ProtocolError,
+    RestoreFailed,
+    Restoring,
+    RunStep,
+    Save,
+    Saved,
+    Saving,
+    SlicesLost,
+    Snapshotted,
+    Source,
+    Stable,
+    StepStuck,
+    Stopping,
+    Tier,
+    Training,
+    Tried,
+    Waiting,
+    WakeAt,
+    Woke,
+    named_snapshots,
+    names_train_state,
+)
+from elastix.machine.ledger import (
+    choose_mesh,
+    forget,
+    newest_snapshot,
+    probes_needed,
+    save,
+)
+from elastix.testing import Fault, Kind, Parts, Phase, Schedule, random_schedule, simulate
+from elastix.testing.ghost_saver import GhostSaver
+from tests.test_machine import (
+    ALL,
+    EPOCH,
+    POLICY,
+    SEED,
+    disk,
+    finishing,
+    host,
+    ledger,
+    on,
+    restoring,
+    slices,
+    stopping,
+    training,
+    waiting,
+)
+
+# --- a probe finds that the slice being written from is gone --------------------------------------
+
+
+def writing(holder: int, **changes):
+    return ledger(saving=Saving(40, EPOCH, holder), **changes)
+
+
+def test_a_save_is_abandoned_when_the_wait_ends():
+    book = writing(1, up=slices(1, 3), below_since=100.0)
+    policy = replace(POLICY, min_slices=3)
+    state, effects = on(waiting(ledger=book), Probed, policy, up=slices(0, 3), emptied=slices(1))
+    assert isinstance(state, Restoring) and state.ledger.save_owed
+    assert effects == (Abandon(EPOCH, 40), Prepare(EPOCH + 1, slices(0, 1, 3), state.source))
+
+
+def test_a_save_is_abandoned_when_the_wait_goes_on():
+    book = writing(1, up=slices(1, 3), below_since=100.0)
+    policy = replace(POLICY, min_slices=3)
+    state, effects = on(waiting(ledger=book), Probed, policy, up=slices(3), down=slices(1))
+    assert isinstance(state, Waiting) and state.ledger.saving is None
+    assert effects == (Abandon(EPOCH, 40), WakeAt(EPOCH, 105.0))
+
+
+def test_a_save_is_abandoned_and_begun_again_when_the_wait_has_failed():
+    book = writing(1, up=slices(1, 3), below_since=100.0)
+    policy = replace(POLICY, min_slices=3, deadline=50.0)
+    state, effects = on(waiting(ledger=book), Probed, policy, at=150.0, down=slices(1))
+    assert isinstance(state, Stopping)
+    assert effects == (Abandon(EPOCH, 40), Save(EPOCH + 1, 40, 3))
+
+
+def test_a_save_is_abandoned_when_its_slice_stands_by():
+    book = writing(3, up=slices(0, 1, 2, 3))
+    before = training(45, 46, mesh=slices(0, 1), ledger=book)
+    state, effects = on(before, Probed, up=slices(2), down=slices(3))
+    assert isinstance(state, Training) and effects == (Abandon(EPOCH, 40), WakeAt(EPOCH, 105.0))
+
+
+def test_a_save_is_abandoned_at_the_moment_of_a_regrow():
+    book = writing(3, up=ALL, stable=(Stable(2, 1, 90.0),))
+    before = training(46, mesh=slices(0, 1), ledger=book)
+    state, effects = on(before, Probed, up=slices(2), down=slices(3))
+    assert isinstance(state, Restoring) and state.mesh == slices(0, 1, 2)
+    assert effects[0] == Abandon(EPOCH, 40) and isinstance(effects[1], Prepare)
+
+
+def test_a_save_is_abandoned_by_a_loss_that_changes_nothing_else():
+    book = writing(3)
+    state, effects = on(training(45, 46, mesh=slices(0, 1), ledger=book), SlicesLost, slices={3})
+    assert isinstance(state, Training) and effects == (Abandon(EPOCH, 40),)
+    state, effects = on(waiting(ledger=book), SlicesLost, slices=slices(3))
+    assert isinstance(state, Waiting) and effects[0] == Abandon(EPOCH, 40)
+
+
+def test_a_save_is_abandoned_by_one_loss_too_many():
+    policy = replace(POLICY, max_losses=1)
+    before = training(45, ledger=writing(1, losses=1))
+    state, effects = on(before, SlicesLost, policy, slices=slices(1))
+    assert isinstance(state, Failed) and effects == (Abandon(EPOCH, 40),)
+
+
+# --- budgets at their edges -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("losses", "probes"), [(0, 3), (1, 3), (2, 6), (3, 12), (7, 192), (8, 192), (30, 192)]
+)
+def test_the_probes_that_are_asked_for_double_up_to_a_limit(losses, probes):
+    policy = replace(POLICY, stable_probes=3)
+    flaps = (Flap(0, 50), Flap(1, losses)) if losses else (Flap(0, 50),)
+    assert probes_needed(ledger(flaps=flaps), 1, policy) == probes
+
+
+def test_as_many_losses_as_are_allowed_are_survived():
+    policy = replace(POLICY, max_losses=2)
+    state, _ = on(training(ledger=ledger(losses=1)), SlicesLost, policy, slices=slices(1))
+    assert isinstance(state, Restoring) and state.ledger.losses == 2
+
+
+def test_a_checkpoint_forgives_the_last_loss():
+    book = ledger(flaps=(Flap(1, 1), Flap(2, 3)), saving=Saving(40, EPOCH, 0))
+    state, _ = on(training(45, 46, ledger=book), Saved, step=40)
+    assert state.ledger.flaps == (Flap(2, 2),)
+
+
+def test_probes_are_counted_no_further_than_they_are_asked_for():
+    book = ledger(up=slices(0, 1, 2), stable=(Stable(3, 2, 80.0),))
+    before = training(45, 46, mesh=slices(0, 1, 2), ledger=book)
+    state, _ = on(before, Probed, up=slices(3))
+    assert state.ledger.stability(3) == Stable(3, 2, 80.0)
+
+
+# --- which slices, which source -------------------------------------------------------------------
+
+
+def test_members_stay_and_the_lowest_of_equals_joins():
+    policy = replace(POLICY, max_slices=3)
+    assert choose_mesh(ledger(), slices(2, 3), policy) == slices(0, 2, 3)
+    stable = (Stable(0, 1, 50.0), Stable(1, 1, 40.0))
+    assert choose_mesh(ledger(stable=stable), slices(2, 3), policy) == slices(1, 2, 3)
+    assert choose_mesh(ledger(stable=stable[1:]), slices(2, 3), policy) == slices(1, 2, 3)
+
+
+def test_of_equally_recent_sources_the_one_that_moves_least_is_taken():
+    live = Source(Tier.LIVE, 40, EPOCH, ALL)
+    sources = (disk(40), host(40), live, SEED)
+    for best in (live, host(40), disk(40), SEED):
+        book = ledger(sources=sources)
+        state, _ = on(restoring(disk(50), ledger=book), RestoreFailed, source=disk(50), reason="x")
+        assert state.source == best
+        sources = tuple(s for s in sources if s != best)
+
+
+def test_the_newest_snapshot_stays_and_other_tiers_with_it():
+    sources = (SEED, disk(20), host(30), host(40, slices(1)), host(40, slices(2)))
+    assert newest_snapshot(sources) == (SEED, disk(20), *sources[3:])
+    assert newest_snapshot((SEED, disk(20))) == (SEED, disk(20))
+
+
+def test_what_died_is_forgotten_and_the_rest_is_not():
+    book = ledger(
+        sources=(SEED, disk(20), host(30, slices(1)), host(40)),
+        stable=(Stable(1, 1, 0.0), Stable(2, 1, 0.0)),
+        leaving=(Leaving(1, 9.0), Leaving(3, 9.0)),
+    )
+    after, effects = forget(book, slices(1))
+    assert effects == () and after == replace(
+        book,
+        up=ALL - {1},
+        sources=(SEED, disk(20), host(40, ALL - {1})),
+        stable=(Stable(2, 1, 0.0),),
+        leaving=(Leaving(3, 9.0),),
+    )
+
+
+# --- our defects ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("state", "event", "fields"),
+    [
+        (training(45, asked=RunStep(EPOCH, 46)), Dispatched, {"step": 45}),
+        (training(45), Dispatched, {"step": 46}),
+        (finishing(), Snapshotted, {"step": 90, "holders": ALL}),
+        (finishing(), Snapshotted, {"step": 100, "holders": slices(0)}),
+        (restoring(SEED), RestoreFailed, {"source": disk(20), "reason": "x"}),
+        (restoring(), Prepared, {"step": 50}),
+        (waiting(), Probed, {"epoch": EPOCH + 1}),
+        (stopping(), Saved, {"step": 40, "epoch": EPOCH + 1}),
+    ],
+)
+def test_an_answer_that_does_not_fit_is_our_defect(state, event, fields):
+    with pytest.raises(ProtocolError):
+        on(state, event, **fields)
+
+
+@pytest.mark.parametrize(
+    ("asked", "told"),
+    [
+        (RunStep(EPOCH, 46), "the data stream failed twice at step 46: x"),
+        (Evaluate(EPOCH, 45), "the evaluation data failed twice after step 45: x"),
+    ],
+)
+def test_it_is_said_which_data_failed_twice(asked, told):
+    before = training(45, asked=asked, ledger=ledger(data_failures=1))
+    state, effects = on(before, DataFailed, step=asked.step, reason="x")
+    assert (state, effects) == (Failed(told), ())
+    before = replace(before, ledger=replace(before.ledger, draining=True))
+    state, _ = on(before, DataFailed, step=asked.step, reason="x")
+    assert isinstance(state, Finishing), "a run that ends anyway saves what it has"
+
+
+# --- the end --------------------------------------------------------------------------------------
+
+
+def test_a_run_that_keeps_nothing_on_disk_ends_with_its_snapshot():
+    book = ledger(durable=False, sources=(SEED,))
+    state, effects = on(finishing(ledger=book), Snapshotted, step=100, holders=ALL)
+    assert isinstance(state, Done) and state.outcome == "done" and effects == ()
+
+
+def test_a_notice_while_the_last_save_is_written_changes_nothing():
+    book = ledger(sources=(SEED, host(100)), saving=Saving(100, EPOCH, 0))
+    state, effects = on(finishing(ledger=book), PreemptionNoticed, slices=slices(2), until=160.0)
+    assert isinstance(state, Finishing) and effects == ()
+    assert state.ledger.up == ALL - {2} and state.ledger.leaving == (Leaving(2, 160.0),)
+
+
+def test_another_notice_for_the_same_slice_replaces_the_first():
+    book = ledger(up=slices(0, 1), leaving=(Leaving(2, 120.0), Leaving(3, 120.0)))
+    before = waiting(ledger=book)
+    state, _ = on(before, PreemptionNoticed, slices=slices(2, 9), until=160.0)
+    assert state.ledger.leaving == (Leaving(3, 120.0), Leaving(2, 160.0))
+    assert state.ledger.up == slices(0, 1), "slices that do not exist are not noticed"
+
+
+def test_waiting_without_patience_probes_all():
+    policy = replace(POLICY, min_slices=4)
+    state, effects = on(training(45), SlicesLost, policy, slices=slices(1))
+    assert state.want == 4 and state.until == 100.0 and state.ledger.below_since == 100.0
+    assert effects == (Probe(EPOCH + 1, ALL),)
+
+
+def test_below_min_slices_there_is_no_patience():
+    policy = replace(POLICY, min_slices=3, patience=7.0)
+    state, _ = on(training(45), SlicesLost, policy, slices=slices(0, 1))
+    assert isinstance(state, Waiting)
+    probe = dict(up=slices(2, 3), emptied=slices(1), down=slices(0), epoch=EPOCH + 1)
+    state, _ = on(state, Probed, policy, at=101.0, **probe)
+    assert isinstance(state, Restoring) and state.mesh == slices(1, 2, 3)
+
+
+def test_a_save_that_no_slice_can_write_is_owed():
+    book = ledger(up=slices(0), sources=(SEED,))
+    assert save(book, host(40, slices(1, 2))) == (replace(book, save_owed=True), ())
+
+
+def test_the_seed_is_not_copied_to_the_hosts_it_can_be_built_again():
+    state, effects = on(restoring(SEED, ledger=ledger(sources=(SEED,))), Prepared, step=0)
+    assert state.owed is None and effects == (RunStep(EPOCH, 1),)
+
+
+def test_a_save_that_is_there_already_is_owed_no_more():
+    on_disk = ledger(save_owed=True, sources=(SEED, disk(40), host(40)))
+    assert save(on_disk, host(40)) == (replace(on_disk, save_owed=False), ())
+    written = writing(1, save_owed=True)
+    assert save(written, host(40)) == (replace(written, save_owed=False), ())
+    assert save(replace(written, save_owed=False), host(50)) == (written, ())
+
+
+# --- what must be kept ----------------------------------------------------------------------------
+
+
+def test_host_copies_are_kept_to_restore_from_and_while_they_are_written():
+    book = ledger(sources=(SEED, disk(20), host(40), Source(Tier.LIVE, 45, EPOCH, ALL)))
+    assert named_snapshots(training(45, ledger=book)) == {40}
+    assert named_snapshots(waiting(ledger=replace(book, saving=Saving(30, 1, 0)))) == {30, 40}
+
+
+@pytest.mark.parametrize(
+    ("state", "kept"),
+    [
+        (training(45, 47), {(EPOCH, 45), (EPOCH, 46)}),
+        (finishing(45), {(EPOCH, 45), (EPOCH, 46)}),
+        (restoring(), {(EPOCH, 44), (EPOCH, 45), (EPOCH, 46)}),
+        (waiting(), set()),
+        (waiting(ledger=ledger(sources=(SEED, Source(Tier.LIVE, 45, 2, ALL)))), {(2, 45)}),
+        (waiting(ledger=ledger(sources=(SEED, Source(Tier.HOST, 45, 2, ALL)))), set()),
+    ],
+)
+def test_train_states_are_kept_while_they_may_be_needed(state, kept):
+    names = {(epoch, step) for epoch in (2, EPOCH) for step in (44, 45, 46)}
+    assert {n for n in names if names_train_state(state, *n)} == kept
+
+
+def test_a_run_that_ends_waits_for_the_save_under_way():
+    book = ledger(sources=(SEED, disk(20)), saving=Saving(40, EPOCH, 0))
+    state, effects = on(waiting(ledger=book), PreemptionNoticed)
+    assert state == Stopping(replace(book, draining=True, epoch=EPOCH + 1)) and effects == ()
+
+
+def test_a_save_that_was_owed_begins_from_slices_that_will_be_taken_away():
+    book = ledger(
+        up=slices(), saving=Saving(40, EPOCH, 0), save_owed=True, sources=(SEED, host(45))
+    )
+    book = replace(book, leaving=tuple(Leaving(s, 900.0) for s in sorted(ALL)))
+    state, effects = on(waiting(ledger=book), Saved, step=40)
+    assert effects == (Save(EPOCH, 45, 1),) and state.ledger.saving.step == 45
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("checkpoint_every", -1),
+        ("keep_checkpoints", 0),
+        ("eval_every", -1),
+        ("max_losses", 0),
+        ("stable_probes", 0),
+        ("grace", -1.0),
+        ("deadline", -1.0),
+        ("probe_every", -1.0),
+    ],
+)
+def test_each_bound_of_a_policy_is_kept(field, value):
+    with pytest.raises(ValueError, match=f"policy.{field}={value}: use"):
+        replace(POLICY, **{field: value})
+    lowest = {"keep_checkpoints": 1, "max_losses": 1, "stable_probes": 1, "probe_every": 0.1}
+    assert replace(POLICY, **{field: lowest.get(field, 0)})
+
+
+# --- the driver -----------------------------------------------------------------------------------
+
+
+class Watched(Driver):
+    """Keeps the events of its process, and the effects that it did."""
+
+    last: Watched
+
+    def run(self, state, first):
+        Watched.last, self.events, self.done = self, [], []
+        self._observers = (*self._observers, self._watch)
+        return super().run(state, first)
+
+    def _watch(self, before, event, after, effects):
+        self.events.append(event)
+        if not isinstance(after, Done | Failed):
+            self.done.append(effects)
+
+
+def watched(schedule: Schedule) -> Watched:
+    """The driver of a simulated run of one process."""
+    simulate(schedule, Parts(driver=Watched))
+    return Watched.last
+
+
+def test_the_saver_hears_of_every_save_that_is_abandoned():
+    heard, asked = [], []
+
+    class Listening(GhostSaver):
+        def abandon(self, effect):
+            heard.append(effect)
+            super().abandon(effect)
+
+    class Asking(Watched):
+        def run(self, state, first):
+            end = super().run(state, first)
+            asked.extend(e for effects in self.done for e in effects if isinstance(e, Abandon))
+            return end
+
+    for seed in range(120):
+        simulate(random_schedule(seed, 4), Parts(driver=Asking, saver=Listening))
+    assert heard == asked != []
+
+
+def test_the_driver_wakes_on_the_second_it_was_asked_to():
+    loss = Fault(Phase.SYNC, Kind.LOSS, slices=(1,), returns=3.0)
+    policy = Policy(min_slices=2, probe_every=0.2)
+    driver = watched(Schedule(2, 4, policy, faults=(loss,), durable=False))
+    late, asked = [], None
+    for event, effects in zip(driver.events, driver.done, strict=False):
+        if isinstance(event, Woke):
+            late.append(event.at - asked.at)
+        asked = next((e for e in effects if isinstance(e, WakeAt)), asked)
+    assert len(late) > 5 and late == pytest.approx([0.0] * len(late))
+
+
+@pytest.mark.parametrize(
+    ("name", "seconds"),
+    [("step", 200.0), ("prepare", 2000.0), ("probe", 100 / 3), ("save", 1000.0)],
+)
+def test_each_deadline_is_a_share_of_the_one_budget(name, seconds):
+    assert getattr(Policy(deadline=6000.0), f"{name}_deadline") == pytest.approx(seconds)
+
+
+def test_a_deadline_is_never_so_short_that_healthy_slices_miss_it():
+    shares = Policy(deadline=0.0)
+    found = [shares.step_deadline, shares.prepare_deadline, shares.probe_deadline]
+    assert [*found, shares.save_deadline] == [5.0, 60.0, 1.0, 30.0]
+
+
+@pytest.mark.parametrize(("visit", "deadline"), [(12, "step_deadline"), (1, "prepare_deadline")])
+def test_only_the_first_step_on_a_mesh_may_take_long(visit, deadline):
+    policy = Policy(deadline=600.0)
+    hang = Fault(Phase.SYNC, Kind.HANG, visit=visit, slices=(1,), returns=1000.0)
+    events = watched(Schedule(3, 12, policy, faults=(hang,), durable=False)).events
+    number = next(n for n, event in enumerate(events) if isinstance(event, StepStuck))
+    assert events[number].during.startswith("step")
+    waited = events[number].at - events[number - 1].at
+    assert waited == pytest.approx(getattr(policy, deadline))
+    assert [e.stuck for e in events if isinstance(e, Tried)] == [slices(1)]
+    assert isinstance(events[-1], Snapshotted), "it goes on without the culprit, to the end"
+
+
+def test_what_was_consumed_up_to_steps_that_are_over_is_forgotten():
+    driver = watched(Schedule(2, 30))
+    assert driver.progress(30).examples > 0
+    assert driver.progress(3) is None
