@@ -93,7 +93,7 @@ class ArrayBackend(SimulatedBackend):
         ids = sorted(slices)
         self._raise_if_dead(ids)
         give_up = self.now() + deadline
-        while self._world.hung.intersection(ids):
+        while self._world.hung.keys() & set(ids):
             left = give_up - self.now()
             if left <= 0:
                 raise StuckError
@@ -102,7 +102,7 @@ class ArrayBackend(SimulatedBackend):
         super().wait(arrays, ids, deadline)
 
     def suspend(self, slices: Iterable[int]) -> None:
-        self._world.suspended.update(self._world.hung.intersection(slices))
+        self._world.suspended |= self._world.hung.keys() & set(slices)
 
 
 class PointedArrays(Arrays):

@@ -107,7 +107,7 @@ class GhostBackend:
     def _withhold(self, slices: list[int], deadline: float) -> None:
         """Let time pass until the deadline, or until a loss is known."""
         give_up = self.now() + deadline
-        while self._world.hung.intersection(slices):
+        while self._world.hung.keys() & set(slices):
             left = give_up - self.now()
             if left <= 0:
                 raise StuckError
@@ -115,7 +115,7 @@ class GhostBackend:
             self._raise_if_dead(slices)
 
     def suspend(self, slices: Iterable[int]) -> None:
-        self._world.suspended.update(self._world.hung.intersection(slices))
+        self._world.suspended |= self._world.hung.keys() & set(slices)
 
     def _raise_if_dead(self, slices: list[int]) -> None:
         dead = [s for s in slices if not self._world.alive(s)]

@@ -18,6 +18,8 @@ from elastix.machine import (
     State,
     Tier,
     Training,
+    Tried,
+    Try,
     Waiting,
 )
 from elastix.machine.ledger import probes_needed
@@ -39,6 +41,7 @@ class Promises:
         slow = (Kind.SILENT, Kind.HANG, Kind.STALL)
         self._prompt = all(fault.kind not in slow for fault in world.schedule.faults)
         """Whether nothing takes longer than it does by itself."""
+        self._tried_at = 0
         self._draining = False
         self._below_since: float | None = None
         self._waiting_since = 0.0
@@ -51,6 +54,8 @@ class Promises:
             violated("a run that drains starts nothing", f"{effects} after {event}")
         if isinstance(event, Committed):
             self._below_since = None
+        if any(isinstance(e, Try) for e in effects):
+            self._tried_at = self._world.ticks
         if isinstance(after, Starting | Done | Failed):
             return self._ended(event, after)
         self._draining = after.ledger.draining
@@ -71,6 +76,10 @@ class Promises:
             since = event.at if self._below_since is None else self._below_since
             if event.at < since + self._policy.deadline:
                 violated("the deadline is waited for", f"below since {since}, now {event.at}")
+        if isinstance(end, Failed) and isinstance(event, Tried):
+            hung = [s for s, tick in self._world.hung.items() if tick < self._tried_at]
+            if hung:
+                violated("a slice that hangs is found", f"{hung} hang, and {end}")
 
     # --- what is redone ---------------------------------------------------------------------
 

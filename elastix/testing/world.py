@@ -62,8 +62,8 @@ class World:
         """Lost slices, and where the loss surfaces."""
         self.disconnected = False
         """The controller's connection is gone, until its process ends."""
-        self.hung: set[int] = set()
-        """Slices that finish no step."""
+        self.hung: dict[int, int] = {}
+        """Slices that finish no step, and the tick since when."""
         self.suspended: set[int] = set()
         """Hung slices that the driver takes for down."""
         self.emptied: set[int] = set()
@@ -180,7 +180,7 @@ class World:
             case Kind.LOSS | Kind.LOSSES | Kind.UNSEEN:
                 self._lose_all(fault.slices, fault)
             case Kind.HANG:
-                self.hung.update(s for s in fault.slices if s not in self.dead)
+                self.hung |= {s: self.ticks for s in fault.slices if s not in self.dead}
                 self.harm += len(fault.slices)
                 assert fault.returns is not None
                 self.at(fault.returns, partial(self._unhang, fault.slices))
@@ -216,7 +216,7 @@ class World:
 
     def _unhang(self, slices: Iterable[int]) -> None:
         """Hung slices return as dead ones do, with empty memory."""
-        for slice_id in sorted(self.hung.intersection(slices)):
+        for slice_id in sorted(self.hung.keys() & set(slices)):
             self._die(slice_id, "read")
             self.bring_back(slice_id)
 
@@ -231,7 +231,8 @@ class World:
 
     def _die(self, slice_id: int, surfaces: str) -> None:
         self.dead[slice_id] = surfaces
-        for names in (self.emptied, self.hung, self.suspended):
+        self.hung.pop(slice_id, None)
+        for names in (self.emptied, self.suspended):
             names.discard(slice_id)
         self.died_at[slice_id] = self.ticks
         self.harm += 1
@@ -293,7 +294,7 @@ class World:
     def unnoticed(self) -> int:
         """Slices that were harmed and may be taken for lost later."""
         each = range(self.schedule.num_slices)
-        harmed = self._silent | self.hung
+        harmed = self._silent | self.hung.keys()
         return sum(s in harmed or not self.alive(s) for s in each)
 
     def good_checkpoint(self, step: int) -> bool:
