@@ -228,11 +228,9 @@ class Driver:
             do(*args)
         except (Exception, SystemExit) as error:  # a user's code may call sys.exit
             self._give_up()
-            kind, fields = failure_event(error, self._mesh, self._gone)
+            gone = lambda mesh: slices_of(self._ask(mesh), Health.DOWN, Health.EMPTIED)  # noqa: E731
+            kind, fields = failure_event(error, self._mesh, gone)
             self._emit(kind, **fields)
-
-    def _gone(self, slices: Slices) -> Slices:
-        return slices_of(self._ask(slices), Health.DOWN, Health.EMPTIED)
 
     def _ask(self, slices: Slices) -> dict[int, Health]:
         return self._backend.probe(sorted(slices), self._policy.probe_deadline)

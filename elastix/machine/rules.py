@@ -60,7 +60,6 @@ from elastix.machine.values import (
     Restoring,
     Source,
     Starting,
-    Stopping,
     Tier,
     Training,
     TrainStateName,

@@ -140,7 +140,12 @@ class Process:
         """Whether every copy of the final state was lost after the run had ended."""
         silent = self._struck(Kind.SILENT, Kind.UNAVAILABLE)  # nobody answers when it is read
         held = not silent and any(self.world.alive(s) for s in name.holders)
-        return not held and (self._saver is None or name.step in self.world.rotten)
+        return not held and (self._saver is None or self._is_rotten(name.step))
+
+    def _is_rotten(self, step: int) -> bool:
+        """Whether the checkpoint went bad after it was written; one that was read is set aside."""
+        aside = step not in self.world.disk and self._struck(Kind.ROT)
+        return step in self.world.rotten or bool(aside)
 
     def _check_evaluated(self, steps: int) -> None:
         rows = [r["step"] for r in self.evaluated.rows]
@@ -156,7 +161,7 @@ class Process:
 
     def _check_on_disk(self, step: int) -> None:
         if self._saver:
-            good = self.world.good_checkpoint(step) or step in self.world.rotten
+            good = self.world.good_checkpoint(step) or self._is_rotten(step)
             require(good, "the end is on disk", f"no good checkpoint of step {step}")
 
     def _check_failed(self, reason: str) -> None:

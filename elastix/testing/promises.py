@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from math import inf
+
 from elastix.machine import (
     Committed,
+    Diagnosing,
     Done,
     Effect,
     Event,
@@ -57,7 +60,7 @@ class Promises:
         if any(isinstance(e, Try) for e in effects):
             self._tried_at = self._world.ticks
         if isinstance(after, Starting | Done | Failed):
-            return self._ended(event, after)
+            return self._ended(before, event, after)
         self._draining = after.ledger.draining
         below = isinstance(after, Waiting) and len(after.ledger.up) < self._policy.min_slices
         if below and self._below_since is None:
@@ -71,14 +74,15 @@ class Promises:
         if isinstance(after, Training):
             self._growing(event, after)
 
-    def _ended(self, event: Event, end: State) -> None:
+    def _ended(self, before: State, event: Event, end: State) -> None:
         if isinstance(end, Failed) and "were up after" in end.reason:
             since = event.at if self._below_since is None else self._below_since
             if event.at < since + self._policy.deadline:
                 violated("the deadline is waited for", f"below since {since}, now {event.at}")
-        if isinstance(end, Failed) and isinstance(event, Tried):
-            hung = [s for s, tick in self._world.hung.items() if tick < self._tried_at]
-            if hung:
+        if isinstance(before, Diagnosing) and isinstance(event, Tried):
+            since = self._world.hung
+            hung = [s for s in sorted(before.mesh) if since.get(s, inf) < self._tried_at]
+            if hung and isinstance(end, Failed) and end.reason.startswith("stuck:"):
                 violated("a slice that hangs is found", f"{hung} hang, and {end}")
 
     # --- what is redone ---------------------------------------------------------------------
