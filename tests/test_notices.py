@@ -81,7 +81,7 @@ def test_a_notice_for_a_process_that_is_gone_is_not_obeyed_by_the_next(tmp_path)
 def test_a_notice_that_leaves_too_few_saves_before_it_waits(undisturbed, tmp_path):
     told = notifying(tmp_path / "run", 13, "--slices", "0,1,2,3", "--in", "1.5")
     policy = replace(NET.policy, checkpoint_every=0)
-    told = replace(told, policy=policy, num_steps=2000)
+    told = replace(told, policy=policy, num_steps=1200)
     summary = train(told, backend=SimulatedBackend(4, 2), run_dir=tmp_path / "run")
     assert summary.outcome == "done"
     (leave,) = summary.recoveries

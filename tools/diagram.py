@@ -6,6 +6,7 @@ Each edge was seen in an exhaustive search, so the picture cannot drift from the
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -14,17 +15,19 @@ from elastix.machine import Policy
 from tests.world_search import explore
 from tests.world_values import FAULTS, Setting
 
-WORLDS = (
-    Policy(snapshot_every=2, checkpoint_every=2, stable_probes=1, inflight=1),
-    Policy(snapshot_every=2, checkpoint_every=2, stable_probes=1, inflight=1, min_slices=2),
-)
+SMALL = Policy(stable_probes=1, inflight=1)
+KINDS = FAULTS - {"silent", "notice"}
 
 
 def edges() -> set[tuple[str, str, str]]:
     """(state, event, next state) for each change of state in any history."""
     found = set()
-    for policy in WORLDS:
-        found |= explore(Setting(policy, 2, 3, 2, FAULTS - {"silent", "notice"})).edges
+    for min_slices in (1, 2):
+        for every, num_steps, faults in ((1, 2, 2), (2, 3, 1)):
+            policy = replace(
+                SMALL, min_slices=min_slices, snapshot_every=every, checkpoint_every=every
+            )
+            found |= explore(Setting(policy, 2, num_steps, faults, KINDS)).edges
     return {edge for edge in found if edge[0] != edge[2]}
 
 

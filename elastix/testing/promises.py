@@ -80,8 +80,8 @@ class Promises:
             if event.at < since + self._policy.deadline:
                 violated("the deadline is waited for", f"below since {since}, now {event.at}")
         if isinstance(before, Diagnosing) and isinstance(event, Tried):
-            since = self._world.hung
-            hung = [s for s in sorted(before.mesh) if since.get(s, inf) < self._tried_at]
+            hung_at = self._world.hung
+            hung = [s for s in sorted(before.mesh) if hung_at.get(s, inf) < self._tried_at]
             if hung and isinstance(end, Failed) and end.reason.startswith("stuck:"):
                 violated("a slice that hangs is found", f"{hung} hang, and {end}")
 
