@@ -55,6 +55,11 @@ def first_line(error: BaseException) -> str:
     return lines[0] if lines else type(error).__name__
 
 
+def trace_of(error: BaseException) -> str:
+    """The traceback, as Python prints it."""
+    return "".join(traceback.format_exception(error))
+
+
 def failure_event(
     error: BaseException, mesh: Slices, ask: Callable[[Slices], Slices]
 ) -> tuple[type[Event], Any]:
@@ -77,5 +82,5 @@ def failure_event(
         return failure_event(another, mesh, lambda _: frozenset())
     if code == "DATA_LOSS" or (code and gone):
         return SlicesLost, {"slices": gone or mesh, "cause": line}
-    trace = "".join(traceback.format_exception(error))
-    return ProgramFailed, {"reason": f"{type(error).__name__}: {line}", "trace": trace}
+    reason = f"{type(error).__name__}: {line}"
+    return ProgramFailed, {"reason": reason, "trace": trace_of(error)}

@@ -23,10 +23,17 @@ from elastix.preparation import prepare, simulated_backend
 from elastix.replay_command import replay_main
 from elastix.run import Summary, train
 from elastix.supervision import InterruptedRun, supervise
-from elastix.testing.simulate_command import main as simulate_main
 from elastix.verify import verify
 
-_TOOLS = {"notify": notify_main, "replay": replay_main, "simulate": simulate_main}
+
+def _simulate_main(argv: Sequence[str]) -> int:
+    """The simulator is imported by those who ask for it."""
+    from elastix.testing.simulate_command import main
+
+    return main(argv)
+
+
+_TOOLS = {"notify": notify_main, "replay": replay_main, "simulate": _simulate_main}
 """Commands that take no recipe."""
 
 _TERMINATED = 128 + signal.SIGTERM

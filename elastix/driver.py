@@ -20,6 +20,7 @@ from elastix.classification import (
     failure_event,
     first_line,
     naming,
+    trace_of,
 )
 from elastix.compile_cache import count_compiles
 from elastix.evaluation import Evaluation, Evaluations
@@ -258,7 +259,7 @@ class Driver:
         except (Exception, SystemExit) as error:
             feed.reset()
             self._evaluation = None
-            self._emit(DataFailed, step=step, reason=first_line(error))
+            self._emit(DataFailed, step=step, reason=first_line(error), trace=trace_of(error))
             return None
 
     def _commit(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -13,8 +14,9 @@ from jax.sharding import Mesh, PartitionSpec
 SLICE, FSDP, TENSOR = "slice", "fsdp", "tensor"
 """The mesh axes: across slices (data-centre network), and two inside a slice (ICI)."""
 
-ShardingRules = Sequence[tuple[str, tuple[str | None, ...]]]
-"""Pairs of a regex, searched in a leaf's key path, and the mesh axis of each of its dims."""
+ShardingRules = Sequence[tuple[str, tuple[str | tuple[str, ...] | None, ...]]]
+"""Pairs of a regex, searched in a leaf's key path, and the mesh axis, or axes, of each of its
+dims."""
 
 
 @dataclass(frozen=True)
@@ -61,12 +63,14 @@ def partition_spec(
 
     Raises:
         ValueError: the rule shards over `slice` (then no slice holds a whole copy, and a loss
-            could not be recovered), has another rank than the leaf, or does not divide it.
+            could not be recovered) or over an axis that does not exist, has another rank than the
+            leaf, or does not divide it.
     """
     for pattern, axes in rules:
         if not re.search(pattern, path):
             continue
-        if SLICE in axes:
+        names = [name for axis in axes for name in _axis_names(axis)]
+        if SLICE in names:
             raise ValueError(
                 f"sharding rule {pattern!r} puts {path} on the axis 'slice': its shards would die "
                 "with their slice; use 'fsdp' or 'tensor'"
@@ -75,11 +79,25 @@ def partition_spec(
             raise ValueError(
                 f"sharding rule {pattern!r} names {len(axes)} dims, but {path} has shape {shape}"
             )
-        for axis, dim in zip(axes, shape, strict=True):
-            if axis is not None and dim % sizes[axis]:
+        for name in names:
+            if name not in sizes:
                 raise ValueError(
-                    f"{path} has a dim of {dim}, which mesh axis {axis!r} of size {sizes[axis]} "
+                    f"sharding rule {pattern!r} puts {path} on the axis {name!r}: use 'fsdp' or "
+                    "'tensor'"
+                )
+        for axis, dim in zip(axes, shape, strict=True):
+            size = math.prod(sizes[name] for name in _axis_names(axis))
+            if dim % size:
+                raise ValueError(
+                    f"{path} has a dim of {dim}, which mesh axis {axis!r} of size {size} "
                     "does not divide: change the model's size or the mesh"
                 )
         return PartitionSpec(*axes)
     return PartitionSpec()
+
+
+def _axis_names(axis: str | tuple[str, ...] | None) -> tuple[str, ...]:
+    """The mesh axes that one dim is split over."""
+    if axis is None:
+        return ()
+    return (axis,) if isinstance(axis, str) else tuple(axis)

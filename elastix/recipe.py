@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import json
 import math
@@ -178,7 +179,7 @@ class Recipe:
             "model": describe(self.model),
             "data": describe(self.data),
             "optimizer": describe(self.optimizer),
-            "loss": f"{self.loss.__module__}.{self.loss.__qualname__}",
+            "loss": describe(self.loss),
             "global_batch": self.global_batch,
             "num_replicas": self.num_replicas,
             "seed": self.seed,
@@ -241,6 +242,9 @@ def describe(value: Any) -> Any:
         return [describe(v) for v in value]
     if isinstance(value, bool | int | float | str) or value is None:
         return value
-    if callable(value):
+    if isinstance(value, functools.partial):
+        given = {"args": describe(value.args), "keywords": describe(value.keywords)}
+        return {"partial": describe(value.func), **given}
+    if callable(value) and hasattr(value, "__qualname__"):
         return f"{value.__module__}.{value.__qualname__}"
     return str(value)

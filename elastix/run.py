@@ -24,6 +24,7 @@ from elastix.faults import Fault
 from elastix.feed import StreamFeed
 from elastix.jsonl import append, read_rows
 from elastix.machine import (
+    DataFailed,
     Done,
     Effect,
     Event,
@@ -218,7 +219,7 @@ class _Run:
     def _watch(self, before: State, event: Event, after: State, _: tuple[Effect, ...]) -> None:
         if isinstance(event, Prepared) and not self._recoveries.started:
             self._resumed_at = event.step
-        if isinstance(event, ProgramFailed):
+        if isinstance(event, ProgramFailed | DataFailed):
             self._trace = event.trace
         recovery = self._recoveries.update(before, event, after)
         self._display.event(before, event, after)
@@ -264,7 +265,7 @@ class _Run:
             resumed_at=self._resumed_at,
             pid=os.getpid(),
             versions=versions(),
-            trace=self._trace,
+            trace=self._trace if isinstance(end, Failed) else "",
         )
 
 

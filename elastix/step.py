@@ -176,7 +176,8 @@ class TrainStep:
             grad_norm = optax.tree.norm(grads)
             trainable = eqx.filter(state.model, eqx.is_inexact_array)
             updates, opt_state = self.spec.optimizer.update(grads, state.opt_state, trainable)
-            model = eqx.apply_updates(state.model, updates)
+            # Unlike Equinox's, this keeps the dtype of a parameter whose moments are wider.
+            model = eqx.combine(optax.apply_updates(trainable, updates), state.model)
             loss = total / weight
             results = {
                 "loss": loss,

@@ -1,5 +1,9 @@
 """recipes/: they build, and their shapes fit together and onto their slices, on no device."""
 
+import json
+from dataclasses import replace
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,6 +15,7 @@ from elastix.recipe_loading import load_recipe
 from elastix.step import TrainStep, Work
 from elastix.train_state import StateSpec
 from recipes import pretrain_qwen3_0_6b, quickstart
+from tests.recipes import tiny
 
 V5E_CHIP_BYTES = 16e9
 
@@ -90,3 +95,11 @@ def test_the_pretraining_step_keeps_the_shapes_of_its_state(pretraining, spec, n
         path: (x.shape, x.dtype) for path, x in leaves.items()
     }
     assert results["loss"].shape == results["learning_rate"].shape == ()
+
+
+def test_a_loss_with_some_arguments_given_has_an_identity():
+    def of(**given):
+        return replace(tiny.recipe(), loss=partial(tiny.squared_error, **given)).identity()
+
+    assert of(batch=1) != of(batch=2) and of(batch=1) == of(batch=1)
+    json.dumps(of(batch=1))

@@ -529,7 +529,7 @@ def test_every_decision_and_every_state_can_be_told():
             assert stale or f"rule            {rule.__name__}\n" in text
             assert ("is dropped" in text) == stale
             assert ("changed         nothing" in text) == (step.before == step.after)
-        traced = any(isinstance(step.event, ProgramFailed) for step in history.steps)
+        traced = any(isinstance(step.event, ProgramFailed | DataFailed) for step in history.steps)
         text = "".join(map(describe, seen)) + "".join(told)
         assert traced or not re.search(r"frozenset|[a-z]\(", text), "a value, and not words"
 

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import inspect
-import sys
 from collections import Counter
 from dataclasses import replace
-from pathlib import Path
-from types import CodeType
 
 import numpy as np
 import pytest
@@ -27,6 +23,7 @@ from elastix.testing import (
     shrink,
     simulate,
 )
+from elastix.testing.coverage import LineCoverage
 from elastix.testing.ghost_backend import GhostBackend
 from elastix.testing.ghost_saver import GhostSaver
 from elastix.testing.ghosts import GhostArrays, GhostFeed
@@ -61,34 +58,13 @@ def test_runs_end_in_every_way(results):
 
 def test_the_simulator_runs_nearly_every_line_of_the_driver():
     """What is left: a step on one slice alone that raises, and a protocol error."""
-    path, seen = driver_module.__file__, set()
-
-    def trace(frame, event, arg):
-        if frame.f_code.co_filename != path:
-            return None
-        seen.add(frame.f_lineno)
-        return trace
-
-    before = sys.gettrace()
-    sys.settrace(trace)
-    try:
+    coverage = LineCoverage(driver_module)
+    with coverage.within():
         for seed in range(300):
             simulate(random_schedule(seed, 4))
-    finally:
-        sys.settrace(before)
-    lines = set(lines_inside_functions(compile(Path(path).read_text(), path, "exec")))
-    missed = sorted(lines - seen)
+    lines, missed = coverage.lines, coverage.missed
     print(f"driver.py: {1 - len(missed) / len(lines):.1%} of {len(lines)} lines; not {missed}")
     assert len(missed) <= 0.06 * len(lines), missed
-
-
-def lines_inside_functions(code, inside=False):
-    for const in code.co_consts:
-        if isinstance(const, CodeType):
-            yield from lines_inside_functions(const, bool(const.co_flags & inspect.CO_OPTIMIZED))
-    if inside:
-        first = code.co_firstlineno
-        yield from (line for *_, line in code.co_lines() if line and line > first)
 
 
 @pytest.mark.parametrize("seed", range(25))
@@ -318,37 +294,3 @@ def test_a_planted_defect_is_found_and_shrunk(parts, rules):
 def test_many_more_schedules_violate_nothing(slices):
     """Minutes, and other seeds than those of every day."""
     assert main(["--seeds", "1000000:1020000", "--slices", str(slices)]) == 0
-
-
-# --- the command ----------------------------------------------------------------------------------
-
-
-def test_the_command_prints_the_matrix(capsys):
-    assert main(["--seeds", "0:60", "--slices", "4"]) == 0
-    out, err = capsys.readouterr()
-    assert len(out.splitlines()) == len(Kind) + 2
-    assert "60 of 60 runs" in err
-
-
-def test_verbose_shows_the_schedules(capsys):
-    assert main(["--seeds", "7", "--slices", "3", "--verbose"]) == 0
-    assert str(random_schedule(7, 3)) in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    "argv",
-    [
-        ["--seeds", "5:2"],
-        ["--seeds", "x"],
-        ["--seeds", "3:3"],
-        ["--seeds"],
-        ["--slices", "0"],
-        ["--slices", "many"],
-        ["--seed", "1:2", "x"],
-        ["x"],
-    ],
-)
-def test_bad_input_is_one_line_and_status_2(argv, capsys):
-    assert main(argv) == 2
-    out, err = capsys.readouterr()
-    assert out == "" and len(err.splitlines()) == 1 and err.startswith("elastix: ")

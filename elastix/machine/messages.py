@@ -133,10 +133,12 @@ class ProgramFailed(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataFailed(Event):
-    """The data stream gave no batch for `step`, or for the evaluation after it."""
+    """The data stream gave no batch for `step`, or for the evaluation after it. `trace` is for the
+    reader of the log."""
 
     step: int
     reason: str
+    trace: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

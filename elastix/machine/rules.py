@@ -16,7 +16,7 @@ from elastix.machine.ledger import (
     choose_mesh,
     health,
     host_source,
-    newest_snapshot,
+    progressed,
     save,
     snapshot_due,
     steadier,
@@ -130,7 +130,16 @@ def dispatch(state: Training, event: Dispatched, policy: Policy) -> Step:
         raise ProtocolError(f"step {event.step} was dispatched, and {state.asked} was asked for")
     due = snapshot_due(event.step, state.ledger, policy)
     owed = event.step if due else None
-    return advance(replace(state, dispatched=event.step, owed=owed, asked=None), event, policy)
+    state = Training(
+        state.ledger,
+        state.mesh,
+        state.committed,
+        event.step,
+        state.train_state,
+        state.iterator_state,
+        owed,
+    )
+    return advance(state, event, policy)
 
 
 def commit(state: Training, event: Committed, policy: Policy) -> Step:
@@ -141,17 +150,12 @@ def commit(state: Training, event: Committed, policy: Policy) -> Step:
         )
     if not event.finite and policy.on_nonfinite == "fail":
         return Failed(f"the loss or gradient of step {event.step} is not finite"), NONE
-    ledger = replace(
-        state.ledger,
-        sources=newest_snapshot(state.ledger.sources),
-        losses=0,
-        stuck=0,
-        data_failures=0,
-        below_since=None,
-    )
-    name = replace(state.train_state, step=event.step)
-    state = replace(
-        state, ledger=ledger, committed=event.step, train_state=name, iterator_state=event.step
+    old, step = state.train_state, event.step
+    name = TrainStateName(step, old.epoch, old.holders)
+    ledger = progressed(state.ledger)
+    # Written out: `replace` takes twice as long, and this is the most frequent rule.
+    state = Training(
+        ledger, state.mesh, step, state.dispatched, name, step, state.owed, state.asked
     )
     return advance(state, event, policy)
 

@@ -111,6 +111,9 @@ for _running in (Training, Restoring, Diagnosing, Finishing):
 for _working in (Training, Restoring, Finishing):
     TABLE[_working, StepStuck] = stuck
 
+_WITHOUT_LEDGER = (Starting, Done, Failed)
+"""Asked in each transition: to make the union of three types anew takes half a microsecond."""
+
 
 def transition(state: State, event: Event, policy: Policy) -> Step:
     """The next state and what to do, for one event.
@@ -123,7 +126,7 @@ def transition(state: State, event: Event, policy: Policy) -> Step:
     """
     if is_stale(state, event):
         return state, NONE
-    if not isinstance(state, Starting | Done | Failed) and event.epoch > state.ledger.epoch:
+    if not isinstance(state, _WITHOUT_LEDGER) and event.epoch > state.ledger.epoch:
         raise ProtocolError(f"{event} answers an epoch that has not begun")
     rule = TABLE.get((type(state), type(event)))
     if rule is None:
@@ -133,6 +136,6 @@ def transition(state: State, event: Event, policy: Policy) -> Step:
 
 def is_stale(state: State, event: Event) -> bool:
     """Whether `event` answers an effect of an epoch that has ended."""
-    if isinstance(state, Starting | Done | Failed):
+    if isinstance(state, _WITHOUT_LEDGER):
         return False
     return event.epoch < state.ledger.epoch and not isinstance(event, Saved | SaveFailed)

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 Slices = frozenset[int]
 """A set of slice ids."""
 
+_NOBODY: Slices = frozenset()
+
 
 class ProtocolError(Exception):
     """The driver and the machine disagree: a defect of elastix, never of a user or a device."""
@@ -134,7 +136,7 @@ class Ledger:
     @property
     def noticed(self) -> Slices:
         """The slices that will be taken away."""
-        return frozenset(n.slice_id for n in self.leaving)
+        return frozenset(n.slice_id for n in self.leaving) if self.leaving else _NOBODY
 
 
 @dataclass(frozen=True, slots=True)

@@ -160,6 +160,8 @@ def joinable(state: Training, policy: Policy) -> Slices:
 
 
 def wants_regrow(state: Training, policy: Policy) -> bool:
+    if not state.ledger.stable:
+        return False
     room = policy.max_slices is None or len(state.mesh) < policy.max_slices
     return room and bool(joinable(state, policy))
 
@@ -219,7 +221,17 @@ def advance(state: Training, event: Event, policy: Policy) -> Step:
 
 
 def ask(state: Training, effect: RunStep | Snapshot | Evaluate) -> Step:
-    return replace(state, asked=effect), (effect,)
+    asking = Training(
+        state.ledger,
+        state.mesh,
+        state.committed,
+        state.dispatched,
+        state.train_state,
+        state.iterator_state,
+        state.owed,
+        effect,
+    )
+    return asking, (effect,)
 
 
 def finish(state: Training, why: str) -> Step:

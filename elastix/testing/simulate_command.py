@@ -1,43 +1,109 @@
-"""`elastix simulate`: run many random schedules, and show the smallest one that fails."""
+"""`elastix simulate`: run many fault schedules, and show the smallest one that fails."""
 
 from __future__ import annotations
 
-import argparse
+import contextlib
 import sys
 import time
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
 
+from elastix import driver
+from elastix.machine import TABLE
+from elastix.testing.coverage import LineCoverage, Row, rows_hit, rows_missed
 from elastix.testing.schedules import CELLS, Kind, Phase, Schedule, random_schedule
 from elastix.testing.shrinking import shrink
 from elastix.testing.simulation import Result, simulate
+from elastix.testing.storms import storm
+from elastix.usage import UsageParser
 
 MOST_SLICES = 64
+MOST_FAULTS = 10_000
+TRACED = 200
+"""Runs in which the lines of the driver are counted: those are several times slower."""
+INTERRUPTED = 130
+
 Hits = Counter[tuple[Phase, Kind]]
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the seeds: 0 if every invariant held, 1 at the first that did not, 2 for bad input."""
+    """Run the seeds: 0 if every invariant held, 1 at the first that did not, 130 if interrupted.
+
+    Raises:
+        ValueError: bad input, in one line with the remedy.
+    """
+    wanted = _parse(argv)
+    tally, progress, status = Tally(), _Progress(len(wanted.seeds)), 0
     try:
-        seeds, slices, verbose = _parse(argv)
-    except (argparse.ArgumentError, ValueError) as error:
-        print(f"elastix: {error} (elastix simulate --help)", file=sys.stderr)
-        return 2
-    progress, hits = _Progress(len(seeds)), Hits()
-    for seed in seeds:
-        result = simulate(random_schedule(seed, slices))
-        hits += result.hits
-        progress.ran(result)
-        if verbose:
-            ends = ", ".join(getattr(e, "outcome", "failed") for e in result.ends)
-            print(f"seed {seed}: {ends}: {result.schedule}", flush=True)
-        if result.violation:
-            progress.end()
-            _explain(seed, slices, result)
-            return 1
+        for seed in wanted.seeds:
+            result = tally.run(wanted.schedule(seed))
+            progress.ran(result)
+            if wanted.verbose:
+                ends = ", ".join(getattr(e, "outcome", "failed") for e in result.ends)
+                print(f"seed {seed}: {ends}: {result.schedule}", flush=True)
+            if result.violation:
+                progress.end()
+                _explain(seed, wanted, result)
+                return 1
+    except KeyboardInterrupt:
+        status = INTERRUPTED
     progress.end()
-    print(matrix(hits))
-    return 0
+    print(tally.report(), flush=True)
+    if status:
+        print("elastix: interrupted: that is what was run so far", file=sys.stderr)
+    return status
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What the command line asks for; with `faults`, storms of so many."""
+
+    seeds: range
+    slices: int
+    faults: int | None
+    verbose: bool
+
+    def schedule(self, seed: int) -> Schedule:
+        """The schedule of one seed."""
+        if self.faults is None:
+            return random_schedule(seed, self.slices)
+        return storm(seed, self.faults, self.slices)
+
+
+class Tally:
+    """What the runs came by: cells of the matrix, rows of the table, lines of the driver."""
+
+    def __init__(self) -> None:
+        self.hits, self.rows, self.runs = Hits(), set[Row](), 0
+        self._lines = LineCoverage(driver)
+
+    def run(self, schedule: Schedule) -> Result:
+        """Simulate it; a run that is interrupted does not count."""
+        with self._lines.within() if self.runs < TRACED else contextlib.nullcontext():
+            result = simulate(schedule)
+        self.runs += 1
+        self.hits += result.hits
+        self.rows |= rows_hit(result)
+        return result
+
+    def report(self) -> str:
+        """The matrix, and what was used of the machine and of the driver."""
+        return "\n".join([matrix(self.hits), self._table(), self._driver()])
+
+    def _table(self) -> str:
+        missed = rows_missed(self.rows)
+        told = f"; not {'; '.join(missed)}" if missed else ""
+        return f"machine: {len(TABLE) - len(missed)} of {len(TABLE)} rows of its table{told}"
+
+    def _driver(self) -> str:
+        lines, missed = len(self._lines.lines), self._lines.missed
+        told = f"; not {', '.join(map(str, missed))}" if missed else ""
+        traced = min(self.runs, TRACED)
+        return (
+            f"driver: {lines - len(missed)} of {lines} lines of driver.py, in the first {traced} "
+            f"runs (to trace a run is slow){told}"
+        )
 
 
 def matrix(hits: Hits) -> str:
@@ -69,30 +135,33 @@ def _column(phase: Phase) -> int:
     return max(len(phase), 8) + 2
 
 
-def _explain(seed: int, slices: int, result: Result) -> None:
+def _explain(seed: int, wanted: Wanted, result: Result) -> None:
     assert result.violation
     smallest = simulate(shrunk(result.schedule, result.violation.rule))
-    print(f"seed {seed} of up to {slices} slices violates an invariant\n  {result.violation}")
+    print(f"seed {seed} of up to {wanted.slices} slices violates an invariant")
+    print(f"  {result.violation}")
     print(f"smallest schedule that does\n  {smallest.schedule}\n  {smallest.violation}")
     print(f"its event log\n{smallest.log}", end="", flush=True)
 
 
-def _parse(argv: Sequence[str]) -> tuple[range, int, bool]:
-    parser = argparse.ArgumentParser(
+def _parse(argv: Sequence[str]) -> Wanted:
+    parser = UsageParser(
         prog="elastix simulate",
         description="Run the driver on ghosts in place of arrays, with a virtual clock, through "
         "random fault schedules; check what must hold whatever dies; show the smallest schedule "
         "in which it does not.",
-        epilog="example: elastix simulate --seeds 0:100000 --slices 8",
-        exit_on_error=False,
+        epilog="examples: elastix simulate --seeds 0:100000 --slices 8; elastix simulate --storm "
+        "500 --seeds 0:10. Ctrl-C ends it with what was run so far. "
+        "Exit status: 0 all held, 1 one did not, 2 bad input, 130 interrupted.",
     )
     parser.add_argument("--seeds", metavar="A:B", default="0:1000", help="A to B - 1, or one seed")
     parser.add_argument("--slices", metavar="N", default="4", help="at most so many (default: 4)")
+    parser.add_argument(
+        "--storm", metavar="N", help="runs with N faults, one every few steps, on all slices"
+    )
     parser.add_argument("--verbose", action="store_true", help="print every schedule")
-    given, unknown = parser.parse_known_args(argv)
-    if unknown:
-        raise ValueError(f"{unknown[0]}: there is no such argument")
-    return _seeds(given.seeds), _slices(given.slices), given.verbose
+    given = parser.parse_args(argv)
+    return Wanted(_seeds(given.seeds), _slices(given.slices), _faults(given.storm), given.verbose)
 
 
 def _seeds(text: str) -> range:
@@ -109,6 +178,12 @@ def _slices(text: str) -> int:
     if not text.isdecimal() or not 1 <= int(text) <= MOST_SLICES:
         raise ValueError(f"--slices {text!r}: use 1 to {MOST_SLICES}")
     return int(text)
+
+
+def _faults(text: str | None) -> int | None:
+    if text is not None and not (text.isdecimal() and 1 <= int(text) <= MOST_FAULTS):
+        raise ValueError(f"--storm {text!r}: use 1 to {MOST_FAULTS} faults")
+    return None if text is None else int(text)
 
 
 class _Progress:

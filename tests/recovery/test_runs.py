@@ -324,6 +324,7 @@ def test_a_data_source_that_fails_once_is_read_again_at_the_same_position(undist
 def test_a_data_source_that_stays_broken_ends_the_run():
     summary = run(replace(NET, data=FlakyConfig(NET.data, {9: "always"})))
     assert summary.reason == "the data stream failed twice at step 10: the disk went away"
+    assert "OSError: the disk went away" in summary.trace and "in batches" in summary.trace
 
 
 def test_a_hook_that_fails_never_stops_training(undisturbed, capsys):
