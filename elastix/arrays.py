@@ -14,6 +14,7 @@ from elastix.backends import Backend, Health, slices_of
 from elastix.background import wait_for
 from elastix.checkpoints import CheckpointError
 from elastix.classification import SliceLostError, StuckError
+from elastix.leaf_hash import agreed
 from elastix.machine import (
     Done,
     Failed,
@@ -155,18 +156,27 @@ class Arrays:
 
         Raises:
             SliceLostError: a slice is not alive after the copy, so that none of them counts.
+            SliceCorruptError: a slice holds other bits than most.
             StuckError: the state is not there by the deadline of a step.
         """
         leaves = self._states[epoch, step]
-        self._backend.wait(leaves, mesh, self._policy.step_deadline)
+        hashes = self._hashes(leaves, mesh)
         copies = {
-            s: copy_to_host(leaves, self._program.devices(frozenset({s})), step)
+            s: copy_to_host(leaves, self._program.devices(frozenset({s})), step, hashes)
             for s in sorted(mesh)
         }
         self._require(mesh, "a host snapshot")
         for slice_id, copy in copies.items():
             self._backend.host_memory(slice_id)[step] = copy
         self._unpublished.add(step)
+
+    def _hashes(self, leaves: Leaves, mesh: Slices) -> dict[str, str]:
+        """The hash of each leaf: each slice computes it of what it holds, and all must agree."""
+        self._await(self._program.compiling_hashes(mesh), mesh, "compiling the check of bits")
+        hashed = self._program.hashes(mesh)(leaves)
+        rows = self._backend.read(hashed, mesh, self._policy.step_deadline)
+        paths = [leaf.path for leaf in self._program.spec.leaves]
+        return agreed(dict(zip(sorted(mesh), rows, strict=True)), paths)
 
     def published(self, step: int) -> None:
         """The machine knows the snapshot of `step`: from now on its state decides how long."""

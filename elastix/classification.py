@@ -39,6 +39,10 @@ class SliceLostError(Exception):
         self.slices, self.cause = slices, cause
 
 
+class SliceCorruptError(SliceLostError):
+    """These slices live, and hold other bits than the others."""
+
+
 def status_code(error: BaseException | None) -> str | None:
     """The status code at the head of a JAX runtime error, looked for through `__cause__`."""
     while error is not None:
@@ -70,7 +74,8 @@ def failure_event(
     """
     match error:
         case SliceLostError():
-            return SlicesLost, {"slices": error.slices, "cause": error.cause}
+            corrupt = isinstance(error, SliceCorruptError)
+            return SlicesLost, {"slices": error.slices, "cause": error.cause, "corrupt": corrupt}
         case StuckError():
             return StepStuck, {"during": error.what or "what was asked for"}
     code, line = status_code(error), first_line(error)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from elastix.faults import Fault, Hang, Lose, Return, parse_script
+from elastix.faults import Corrupt, Fault, Hang, Lose, Return, parse_script
 from elastix.faults import parse as parse_fault
 from elastix.usage import UsageParser
 
@@ -19,7 +19,9 @@ elastix trains on several slices of devices, loses some, and carries on.
   elastix verify RECIPE   train it with and without the faults given, and compare the bits
   elastix notify RUN_DIR  tell a run that slices will be taken away
   elastix replay RUN_DIR  feed the events of a run to the machine again, and explain its decisions
+  elastix checkpoints RUN_DIR  list a run's checkpoints, verify them, and say which a resume takes
   elastix simulate        run fault schedules on ghosts instead of arrays, thousands by seed
+  elastix data pack       tokenize and pack documents into files to train from
 
 RECIPE is file.py, file.py:function or package.module:function; the function, `recipe` unless it
 is named, returns an elastix.Recipe.
@@ -133,6 +135,7 @@ def _command(
 ) -> Command:
     losses = [parse_fault(Lose, text) for text in given.lose]
     hangs = [parse_fault(Hang, text) for text in given.hang]
+    corrupt = [parse_fault(Corrupt, text) for text in given.corrupt]
     returns = [parse_fault(Return, text) for text in vars(given)["return"]]
     for option in ("slices", "devices_per_slice"):
         if getattr(given, option) < 1:
@@ -147,7 +150,7 @@ def _command(
         backend=given.backend,
         slices=given.slices,
         devices_per_slice=given.devices_per_slice,
-        faults=(*losses, *hangs, *returns, *_scripted(given.faults)),
+        faults=(*losses, *hangs, *corrupt, *returns, *_scripted(given.faults)),
         fields=tuple(fields),
         compile_cache=given.compile_cache,
         keep=getattr(given, "keep", False),
@@ -170,7 +173,7 @@ def _scripted(path: str | None) -> tuple[Fault, ...]:
 
 _WITH_VALUE = (
     *("--run-dir", "--backend", "--slices", "--devices-per-slice", "--steps"),
-    *("--lose", "--hang", "--return", "--faults", "--compile-cache"),
+    *("--lose", "--hang", "--corrupt", "--return", "--faults", "--compile-cache"),
 )
 _ALONE = ("--keep", "--help")
 
@@ -222,11 +225,12 @@ def _parser(name: str) -> argparse.ArgumentParser:
     fault = partial(add, action="append", default=[], metavar="S@STEP")
     fault("--lose", help="lose slice S, counted from 0, while STEP runs; S@12.5s: at 12.5 s")
     fault("--hang", help="slice S answers, but finishes no step from STEP on")
+    fault("--corrupt", help="flip one bit of each array of slice S while STEP runs, in silence")
     fault("--return", help="bring it back, with empty memory, when STEP is committed")
     add(
         "--faults",
         metavar="FILE",
-        help="a script: lose S@STEP, hang S@STEP or return S@STEP a line",
+        help="a script: lose, hang, corrupt or return S@STEP a line",
     )
     add(
         "--compile-cache",

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from elastix.feed import Feed
-from elastix.jsonl import append, read_rows
+from elastix.jsonl import append, read_rows, retract
 
 
 @dataclass(frozen=True)
@@ -67,6 +67,15 @@ class EvalLog:
         for listen in self._listeners:
             listen(row)
         return True
+
+    def retract(self, after: int) -> None:
+        """What was recorded of states after step `after` is not true."""
+        self.rows = [row for row in self.rows if row["step"] <= after]
+        if self._file:
+            path = Path(self._file.name)
+            self._file.close()
+            retract(path, after)
+            self._file = path.open("a", encoding="utf-8")
 
     def close(self) -> None:
         if self._file:

@@ -59,11 +59,17 @@ class Hang(Scripted):
 
 
 @dataclass(frozen=True, slots=True)
+class Corrupt(Scripted):
+    """Flip one bit of each array of floats that a slice holds after step `step` was dispatched, or
+    at second `time`, and tell nobody."""
+
+
+@dataclass(frozen=True, slots=True)
 class Return(Scripted):
     """Bring a slice back, with empty memory, when step `step` commits or at second `time`."""
 
 
-Fault = Lose | Hang | Return
+Fault = Lose | Hang | Corrupt | Return
 
 
 def parse(kind: type[Fault], text: str) -> Fault:
@@ -82,7 +88,12 @@ def parse(kind: type[Fault], text: str) -> Fault:
     return kind(int(slice_id), time=float(time))
 
 
-_KINDS: dict[str, type[Fault]] = {"lose": Lose, "hang": Hang, "return": Return}
+_KINDS: dict[str, type[Fault]] = {
+    "lose": Lose,
+    "hang": Hang,
+    "corrupt": Corrupt,
+    "return": Return,
+}
 
 
 def parse_script(text: str, source: str = "fault script") -> tuple[Fault, ...]:
@@ -103,8 +114,8 @@ def _line(line: str, written: str) -> Fault:
     try:
         if kind not in _KINDS:
             raise ValueError(
-                f"{line.strip()!r}: write lose, hang or return, then SLICE@STEP such as 1@40, "
-                "or SLICE@SECONDSs"
+                f"{line.strip()!r}: write lose, hang, corrupt or return, then SLICE@STEP such as "
+                "1@40, or SLICE@SECONDSs"
             )
         return replace(parse(_KINDS[kind], when), written=written)
     except ValueError as error:
@@ -134,7 +145,10 @@ def validate(faults: Iterable[Fault], slices: Iterable[int], num_steps: int) -> 
             raise ValueError(f"{fault.told}: the run has {num_steps} steps only")
         if fault.slice in unordered:
             continue  # which comes first, a step or a second, only the run can tell
-        if not isinstance(fault, Return):
+        if isinstance(fault, Corrupt):
+            if fault.slice in down:
+                raise ValueError(f"{fault.told}: slice {fault.slice} is lost before that")
+        elif not isinstance(fault, Return):
             if fault.slice in down and not isinstance(down[fault.slice], Hang):
                 raise ValueError(
                     f"{fault.told}: slice {fault.slice} was lost before; return it first"
@@ -176,8 +190,8 @@ class Script:
         # A virtual clock may stand still while steps run.
         return (times[len(times) // 2] if times else 0.0) or 0.1
 
-    def dispatched(self, step: int) -> list[Lose | Hang]:
-        """The losses and hangs that strike now that `step` was dispatched."""
+    def dispatched(self, step: int) -> list[Lose | Hang | Corrupt]:
+        """The faults that strike now that `step` was dispatched."""
         return [f for f in self.pending if not isinstance(f, Return) and f.step == step]
 
     def committed(self, step: int, now: float) -> list[Return]:

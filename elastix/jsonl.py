@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TextIO
@@ -46,6 +47,21 @@ class RowReader:
                     self.torn = True
                     return
                 yield _row(self._path, number, line, "only the lines before it can be read")
+
+
+def retract(path: Path, after: int) -> None:
+    """Move the rows of steps after `after`, which turned out to be wrong, to a file beside it."""
+    rows = read_rows(path)
+    wrong = [row for row in rows if row["step"] > after]
+    with path.with_name(f"{path.stem}-retracted.jsonl").open("a", encoding="utf-8") as file:
+        for row in wrong:
+            append(file, row)
+    temporary = path.with_suffix(".tmp")
+    with temporary.open("w", encoding="utf-8") as file:
+        for row in rows:
+            if row["step"] <= after:
+                append(file, row)
+    os.replace(temporary, path)
 
 
 def append(file: TextIO, row: Any) -> None:

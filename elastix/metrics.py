@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from elastix.jsonl import append, read_rows
+from elastix.jsonl import append, read_rows, retract
 
 
 @dataclass(frozen=True)
@@ -91,6 +91,15 @@ class MetricsLog:
         for listen in self._listeners:
             listen(row)
         return None
+
+    def retract(self, after: int) -> None:
+        """What was recorded of steps after `after` is not true: they count as not done yet."""
+        del self.losses[after:]
+        if self._file:
+            path = Path(self._file.name)
+            self._file.close()
+            retract(path, after)
+            self._file = path.open("a", encoding="utf-8")
 
     def _compare(self, row: Row, first: float) -> str | None:
         same = np.float32(first).tobytes() == np.float32(row.loss).tobytes()

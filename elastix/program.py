@@ -7,11 +7,14 @@ from concurrent.futures import Future
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from elastix.compile_cache import CompileCache
 from elastix.eval_step import EvalStep
+from elastix.leaf_hash import hash_on_device
 from elastix.mesh import SLICE
 from elastix.recipe import Recipe
 from elastix.snapshots import to_devices
@@ -85,6 +88,14 @@ class Program:
         """The executable `(leaves, batch) -> sums` for `slices`."""
         return self.compiling_eval(slices).result()
 
+    def hashes(self, slices: Slices) -> Any:
+        """The executable `leaves -> uint32[slices, leaves, 2]`: what each slice holds, hashed."""
+        return self.compiling_hashes(slices).result()
+
+    def compiling_hashes(self, slices: Slices) -> Future[Any]:
+        """The executable of `hashes`, which is compiled in the background."""
+        return self._cache.get("hashes", slices, lambda: self._lower_hashes(slices))
+
     def compiling_init(self, slices: Slices) -> Future[Any]:
         """The executable of `initial`, which is compiled in the background."""
         lower = lambda: self.spec.lower_init(self._rules, self.mesh(slices))  # noqa: E731
@@ -109,6 +120,22 @@ class Program:
         assert self._eval_sample
         evaluate = self._eval_step(self.mesh(slices))
         return jax.jit(evaluate).lower(*self._abstract(self._eval_sample, slices))
+
+    def _lower_hashes(self, slices: Slices) -> Any:
+        def of_slice(leaves: Leaves) -> Any:
+            hashed = [hash_on_device(leaves[leaf.path]) for leaf in self.spec.leaves]
+            return jnp.stack(hashed)[None]
+
+        mesh = self.mesh(slices)
+        each = jax.shard_map(
+            of_slice,
+            mesh=mesh,
+            in_specs=P(),
+            out_specs=P(SLICE),
+            axis_names={SLICE},
+            check_vma=False,
+        )
+        return jax.jit(each).lower(self.spec.abstract(self.shardings(slices)))
 
     def _abstract(self, sample: Shapes, slices: Slices) -> tuple[Any, Any]:
         """(state, arranged batch) as shapes on the mesh of `slices`."""

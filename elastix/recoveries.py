@@ -98,7 +98,8 @@ class Recoveries:
             self._add("detect", event.at - failed_at if kind in ("loss", "stuck") else 0.0)
             self._old_mesh, self._mark = old, event.at
         if self.open and lost:
-            self.open.kind = "loss"
+            corrupt = isinstance(event, SlicesLost) and event.corrupt
+            self.open.kind = "corrupt" if corrupt else "loss"
             self.open.lost = sorted({*self.open.lost, *lost})
 
     def _lost(self, event: Event) -> Slices:
@@ -146,7 +147,8 @@ def _kind(before: Training | Finishing, event: Event, lost: Slices) -> tuple[str
     if isinstance(event, StepStuck):
         return "stuck", f"{event.during} did not finish in its time"
     if lost:
-        return "loss", event.cause if isinstance(event, SlicesLost) else "a probe"
+        kind = "corrupt" if isinstance(event, SlicesLost) and event.corrupt else "loss"
+        return kind, event.cause if isinstance(event, SlicesLost) else "a probe"
     if before.ledger.noticed & before.mesh:
         return "leave", "a notice that the slices will be taken away"
     return "regrow", "the slices answer probes again"

@@ -227,6 +227,8 @@ def recovery_title(recovery: Recovery) -> str:
     """One line: what happened."""
     if recovery.kind == "loss":
         return f"{slices_text(recovery.lost)} lost after step {recovery.step}"
+    if recovery.kind == "corrupt":
+        return f"{slices_text(recovery.lost)} left out after step {recovery.step}: wrong bits"
     if recovery.kind == "leave" and not recovery.lost:
         return f"paused for a preemption after step {recovery.step}"
     if recovery.kind == "leave":
@@ -243,8 +245,9 @@ def slices_text(ids: Sequence[int]) -> str:
 
 def recovery_block(recovery: Recovery, num_slices: int) -> Block:
     """What a recovery was and cost; its figures are those of `summary.json`."""
-    came_with = [("joined", recovery.found)] if recovery.kind == "loss" else []
-    went_with = [("lost", recovery.lost)] if recovery.kind not in ("loss", "leave") else []
+    came_with = [("joined", recovery.found)] if recovery.kind in ("loss", "corrupt") else []
+    told = recovery.kind in ("loss", "leave", "corrupt")  # by the title
+    went_with = [] if told else [("lost", recovery.lost)]
     cost = (
         f"{plural(recovery.steps_lost, 'step')} lost, "
         f"{recovery.steps_abandoned} in flight abandoned, "

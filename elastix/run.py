@@ -42,6 +42,7 @@ from elastix.notices import Announcements, Inbox
 from elastix.program import Program
 from elastix.recipe import Hook, Recipe
 from elastix.recoveries import Recoveries, Recovery
+from elastix.retraction import retract_wrong_steps
 from elastix.run_directory import RunDirectory
 from elastix.saver import Saver
 from elastix.summary import Display, NoDisplay, QuietDisplay, RunInfo, Summary, quiet
@@ -139,6 +140,7 @@ class _Run:
         # A full disk costs the log, and not the run.
         record = quiet(log.append)
         saver, evaluations = self._saver(), self._evaluations()
+        logs = (metrics, evaluations.log) if evaluations else (metrics,)
         driver = Driver(
             Arrays(self._program, backend, saver, recipe.policy),
             StreamFeed(self._stream, backend),
@@ -146,7 +148,11 @@ class _Run:
             recipe.policy,
             metrics,
             saver,
-            (lambda _, event, after, effects: record(event, after, effects), self._watch),
+            (
+                lambda _, event, after, effects: record(event, after, effects),
+                retract_wrong_steps(*logs),
+                self._watch,
+            ),
             self._announcements(),
             evaluations,
         )

@@ -11,6 +11,7 @@ from elastix.backends import Backend, Health, slices_of
 from elastix.background import Worker, wait_for
 from elastix.checkpoints import CheckpointError, CheckpointStore, UnreadableHereError
 from elastix.classification import SliceLostError, first_line
+from elastix.leaf_hash import difference
 from elastix.machine import Abandon, Policy, Save, Saved, SaveFailed, Slices
 from elastix.snapshots import HostCopy
 from elastix.train_state import all_finite
@@ -107,7 +108,12 @@ class Saver:
 
     def _load(self, step: int) -> tuple[dict[str, np.ndarray], dict[str, object]]:
         try:
-            return self._store.load(step)
+            leaves, metadata = self._store.load(step)
+            hashes: Any = metadata.get("leaf_hashes", {})
+            wrong = difference(leaves, hashes)
+            if wrong:
+                raise CheckpointError(f"step {step}: {wrong} is not what the device held")
+            return leaves, metadata
         except UnreadableHereError:
             raise
         except CheckpointError as error:
@@ -155,7 +161,10 @@ class Saver:
             raise SliceLostError(gone, f"slice {effect.holder} died while its copy was read")
         if not all_finite(whole):
             raise CheckpointError(f"the state of step {effect.step} is not finite")
-        self._store.save(effect.step, whole, metadata)
+        wrong = difference(whole, copy.hashes)
+        if wrong:
+            raise CheckpointError(f"the copy of {wrong} is not what the device holds")
+        self._store.save(effect.step, whole, {**metadata, "leaf_hashes": dict(copy.hashes)})
 
     def _remove(self, effect: Abandon) -> None:
         self._store.remove(effect.step)

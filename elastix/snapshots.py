@@ -7,7 +7,7 @@ asks whether a slice is alive: the driver does, before and after.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -22,10 +22,12 @@ Index = tuple[slice, ...]
 @dataclass(frozen=True)
 class HostCopy:
     """One whole copy of the leaves in the host memory of one slice: for each path, the distinct
-    shards of that slice as (index into the whole array, values)."""
+    shards of that slice as (index into the whole array, values), and the hash that its devices
+    computed of the leaf."""
 
     step: int
     shards: Mapping[str, list[tuple[Index, np.ndarray]]]
+    hashes: Mapping[str, str] = field(default_factory=dict)
 
     def arrays(self) -> list[np.ndarray]:
         """Every buffer of the copy."""
@@ -43,7 +45,9 @@ def _assemble(shards: list[tuple[Index, np.ndarray]], shape: tuple[int, ...]) ->
     return whole
 
 
-def copy_to_host(leaves: Leaves, devices: frozenset[Any], step: int) -> HostCopy:
+def copy_to_host(
+    leaves: Leaves, devices: frozenset[Any], step: int, hashes: Mapping[str, str]
+) -> HostCopy:
     """Copy the distinct shards that lie on `devices` to host memory.
 
     The copy shares no buffer with the device: on CPU, `np.asarray` of a shard would be a view.
@@ -52,7 +56,7 @@ def copy_to_host(leaves: Leaves, devices: frozenset[Any], step: int) -> HostCopy
     for path, array in leaves.items():
         distinct = {str(s.index): s for s in array.addressable_shards if s.device in devices}
         shards[path] = [(s.index, np.array(s.data, copy=True)) for s in distinct.values()]
-    return HostCopy(step, shards)
+    return HostCopy(step, shards, hashes)
 
 
 def to_devices(whole: Mapping[str, np.ndarray], shardings: Mapping[str, NamedSharding]) -> Leaves:

@@ -17,6 +17,7 @@ from elastix.checkpoints import CheckpointStore
 from elastix.classification import StuckError
 from elastix.data import stream
 from elastix.feed import StreamFeed
+from elastix.leaf_hash import hashes_of
 from elastix.machine import Save, Saved, SaveFailed
 from elastix.saver import Saver
 from elastix.snapshots import HostCopy
@@ -162,7 +163,7 @@ class SlowStore(CheckpointStore):
 
 def copy(step):
     whole = np.arange(4, dtype=np.float32)
-    return HostCopy(step, {"w": [((slice(0, 4),), whole)]})
+    return HostCopy(step, {"w": [((slice(0, 4),), whole)]}, hashes_of({"w": whole}))
 
 
 @pytest.fixture

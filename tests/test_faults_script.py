@@ -33,7 +33,7 @@ def test_a_script_has_a_fault_a_line():
     [
         (
             "loose 1@12",
-            "'loose 1@12': write lose, hang or return, then SLICE@STEP such as 1@40, "
+            "'loose 1@12': write lose, hang, corrupt or return, then SLICE@STEP such as 1@40, "
             "or SLICE@SECONDSs",
         ),
         ("lose", "lose '': write SLICE@STEP such as 1@40, or SLICE@SECONDSs"),
@@ -73,7 +73,7 @@ def test_the_command_reads_a_script(tmp_path):
 @pytest.mark.parametrize(
     ("text", "told"),
     [
-        (b"\nloose 1@2", "PATH, line 2: 'loose 1@2': write lose, hang or return"),
+        (b"\nloose 1@2", "PATH, line 2: 'loose 1@2': write lose, hang, corrupt or return"),
         (b"\xff", "--faults PATH cannot be read (no text): name a file"),
         (None, "--faults PATH cannot be read (No such file or directory): name a file"),
     ],

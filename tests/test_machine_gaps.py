@@ -9,6 +9,7 @@ import pytest
 from elastix.driver import Driver
 from elastix.machine import (
     Abandon,
+    Committed,
     DataFailed,
     Dispatched,
     Done,
@@ -448,3 +449,9 @@ def test_what_was_consumed_up_to_steps_that_are_over_is_forgotten():
     driver = watched(Schedule(2, 30))
     assert driver.progress(30).examples > 0
     assert driver.progress(3) is None
+
+
+def test_a_committed_step_forgives_the_data_their_failure():
+    book = ledger(data_failures=1)
+    state, _ = on(training(45, 46, ledger=book), Committed, step=46)
+    assert state.ledger.data_failures == 0

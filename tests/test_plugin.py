@@ -128,7 +128,7 @@ def test_too_late(slices):
 """
 
 TOLD = [
-    "test_it.py:4: fault script, line 2: 'loose 1@12': write lose, hang or return, then "
+    "test_it.py:4: fault script, line 2: 'loose 1@12': write lose, hang, corrupt or return, then "
     "SLICE@STEP such as 1@40, or SLICE@SECONDSs",
     "test_it.py:9: fault script, line 1: lose 2@4: there are slices 0 to 1 only",
     "test_it.py:15: fault script, line 1: return 1@2: slice 1 is not lost before that; lose it "

@@ -58,7 +58,7 @@ def test_the_host_copies_of_a_lost_slice_die_with_it():
     sim = backend()
     leaves = to_devices({"x": VALUES}, {"x": sharding(sim, [0, 1])})
     for slice_id in (0, 1):
-        copy = copy_to_host(leaves, frozenset(sim.devices[slice_id]), step=5)
+        copy = copy_to_host(leaves, frozenset(sim.devices[slice_id]), 5, {})
         sim.host_memory(slice_id)[5] = copy
     kept = sim.host_memory(1)[5]
     sim.lose(1)

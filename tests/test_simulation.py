@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from elastix import driver as driver_module
+from elastix.backends import Health
 from elastix.driver import Driver
 from elastix.machine import Done, Finishing, Prepare, Source, Tier
 from elastix.testing import (
@@ -145,8 +146,8 @@ class UncheckedSave(GhostSaver):
 class DeafDriver(Driver):
     """Takes every loss for one of slice 0, and goes on with the others."""
 
-    def _gone(self, slices):
-        return frozenset({0}) & slices
+    def _ask(self, slices):
+        return {s: Health.UP if s else Health.DOWN for s in slices}
 
 
 class DeadMember(Driver):

@@ -18,7 +18,7 @@ import numpy as np
 
 from elastix.backends import Health
 from elastix.classification import StuckError
-from elastix.faults import Fault, Hang, Lose, Return, Script, validate
+from elastix.faults import Corrupt, Fault, Hang, Lose, Return, Script, validate
 from elastix.snapshots import HostCopy
 
 _CANARY = 0x5EED
@@ -194,6 +194,17 @@ class SimulatedBackend:
         returned."""
         self._hung.add(slice_id)
 
+    def corrupt(self, slice_id: int) -> None:
+        """Flip one bit of each array of floats on a slice's devices, and tell nobody."""
+        live = [a for a in jax.live_arrays() if not a.is_deleted()]
+        jax.block_until_ready(live)
+        for array in live:
+            floats = jax.dtypes.issubdtype(array.dtype, np.floating)
+            for shard in array.addressable_shards if floats else ():
+                if shard.device in self.devices[slice_id] and shard.data.nbytes:
+                    first = ctypes.c_uint8.from_address(shard.data.unsafe_buffer_pointer())
+                    first.value ^= 1
+
     def silence(self, slice_id: int) -> None:
         """The slice lives, and does not answer its next probe in time."""
         self._silent.add(slice_id)
@@ -224,12 +235,14 @@ class SimulatedBackend:
         self._suspended.discard(slice_id)
         self._emptied.add(slice_id)
 
-    def _strike(self, losses: Iterable[Lose | Hang]) -> None:
-        for fault in losses:
+    def _strike(self, faults: Iterable[Lose | Hang | Corrupt]) -> None:
+        for fault in faults:
             if fault.slice in self._dead:
                 continue
             if isinstance(fault, Hang):
                 self.hang(fault.slice)
+            elif isinstance(fault, Corrupt):
+                self.corrupt(fault.slice)
             else:
                 self.lose(fault.slice, fault.surfaces)
             self.script.struck(fault)

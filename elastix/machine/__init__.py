@@ -36,7 +36,7 @@ from elastix.machine.messages import (
     WakeAt,
     Woke,
 )
-from elastix.machine.naming import named_snapshots, names_train_state
+from elastix.machine.naming import named_snapshots, names_train_state, trusted_step
 from elastix.machine.policy import Policy
 from elastix.machine.table import TABLE, is_stale, transition
 from elastix.machine.values import (
@@ -125,5 +125,6 @@ __all__ = [
     "regrow",
     "restore",
     "transition",
+    "trusted_step",
     "wait",
 ]

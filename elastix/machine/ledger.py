@@ -70,8 +70,22 @@ def below(ledger: Ledger, at: float, policy: Policy) -> Ledger:
     return replace(ledger, below_since=at)
 
 
+def distrust(ledger: Ledger, slices: Slices) -> Ledger:
+    """These slices computed wrong bits, and what they added to is wrong on all of them: no live
+    state is a source, and what was evaluated after the newest snapshot is so again."""
+    sources = tuple(s for s in ledger.sources if s.tier is not Tier.LIVE)
+    trusted = max((s.step for s in sources), default=0)
+    return replace(
+        ledger,
+        sources=sources,
+        corrupt=ledger.corrupt | slices,
+        evaluated=min(ledger.evaluated, trusted),
+    )
+
+
 def most_slices(ledger: Ledger, policy: Policy) -> int:
-    return min(len(ledger.slices), policy.max_slices or len(ledger.slices))
+    usable = len(ledger.slices - ledger.corrupt)
+    return min(usable, policy.max_slices or usable)
 
 
 def choose_mesh(ledger: Ledger, members: Slices, policy: Policy) -> Slices:
@@ -164,7 +178,7 @@ def health(ledger: Ledger, event: Probed) -> tuple[Ledger, Effects]:
     overdue = ledger.noticed - {n.slice_id for n in leaving}  # the notice was wrong
     up = ledger.up | overdue | event.up | event.emptied
     ledger = replace(ledger, leaving=leaving)
-    return replace(ledger, up=up - ledger.noticed), effects
+    return replace(ledger, up=up - ledger.noticed - ledger.corrupt), effects
 
 
 def steadier(ledger: Ledger, slice_id: int, at: float, policy: Policy) -> Stable:

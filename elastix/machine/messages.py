@@ -48,10 +48,12 @@ class Committed(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlicesLost(Event):
-    """The memory of these slices is gone; `cause` is what was noticed."""
+    """The memory of these slices is gone; `cause` is what was noticed. `corrupt`: they live, and
+    hold other bits than the others, so that nothing since the last snapshot can be trusted."""
 
     slices: Slices
     cause: str = ""
+    corrupt: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

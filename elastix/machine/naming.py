@@ -18,6 +18,12 @@ def names_train_state(state: Live, epoch: int, step: int) -> bool:
     return False
 
 
+def trusted_step(state: Live) -> int:
+    """The last step known to be right on every slice: what was done since may have come from a
+    slice with wrong bits."""
+    return max((s.step for s in state.ledger.sources if s.tier is not Tier.LIVE), default=0)
+
+
 def named_snapshots(state: Live) -> frozenset[int]:
     """The steps whose host copies may still be needed: to restore from, or being written."""
     steps = {s.step for s in state.ledger.sources if s.tier is Tier.HOST}

@@ -128,6 +128,8 @@ class Ledger:
     """Slices that will be taken away; they are not in `up`, though they still answer."""
     flaps: tuple[Flap, ...] = ()
     """Slices that were lost before; they are taken back more slowly."""
+    corrupt: Slices = frozenset()
+    """Slices whose bits were found to differ: they are not used any more."""
 
     def stability(self, slice_id: int) -> Stable | None:
         """How long `slice_id`, outside the mesh, has been up; None if it is not."""

@@ -12,6 +12,7 @@ from elastix.machine.ledger import (
     Effects,
     below,
     choose_mesh,
+    distrust,
     evaluation_due,
     forget,
     host_source,
@@ -27,6 +28,7 @@ from elastix.machine.messages import (
     Prepare,
     Probe,
     RunStep,
+    SlicesLost,
     Snapshot,
 )
 from elastix.machine.policy import Policy
@@ -87,7 +89,10 @@ def lose(state: Live, slices: Slices, event: Event, policy: Policy) -> Step:
     if not slices & involved(state):
         nxt, more = go_on(replace(state, ledger=ledger))
         return nxt, effects + more
-    ledger = keep_live(state, slices, ledger, policy)
+    if isinstance(event, SlicesLost) and event.corrupt:
+        ledger = distrust(ledger, slices)
+    else:
+        ledger = keep_live(state, slices, ledger, policy)
     ledger = replace(mark_flaps(ledger, slices & state.mesh), losses=ledger.losses + 1)
     if ledger.losses > policy.max_losses:
         return Failed(f"{ledger.losses} losses in a row without a committed step"), effects
@@ -156,7 +161,7 @@ def joinable(state: Training, policy: Policy) -> Slices:
     outside = state.ledger.slices - state.mesh
     ledger = state.ledger
     stable = (s for s in ledger.stable if s.probes >= probes_needed(ledger, s.slice_id, policy))
-    return outside & {s.slice_id for s in stable} - ledger.noticed
+    return outside & {s.slice_id for s in stable} - ledger.noticed - ledger.corrupt
 
 
 def wants_regrow(state: Training, policy: Policy) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import lru_cache
 from typing import Any
 
 import jax
@@ -10,6 +11,7 @@ import numpy as np
 
 from elastix.backends import Health
 from elastix.classification import StuckError
+from elastix.leaf_hash import hashes_of
 from elastix.testing.schedules import ERRORS, Kind, Phase
 from elastix.testing.world import POISON, Ghost, World
 
@@ -25,15 +27,25 @@ class GhostCopy:
     """A host copy of a train state in the host memory of one slice."""
 
     def __init__(self, step: int, ghost: Ghost):
-        self.step, self.ghost = step, ghost
+        self.step, self.ghost, self._hashed = step, ghost, ghost
 
     def whole(self, shapes: Any = None) -> dict[str, np.ndarray]:
         return to_leaves(self.ghost)
+
+    @property
+    def hashes(self) -> dict[str, str]:
+        """Of what was copied, whatever became of the copy."""
+        return ghost_hashes(self._hashed)
 
 
 def to_leaves(ghost: Ghost) -> dict[str, np.ndarray]:
     """A ghost as what is written to disk. Integers: no check for NaN tells poison from a state."""
     return {"ghost": np.array(ghost, np.int64)}
+
+
+@lru_cache(maxsize=4096)
+def ghost_hashes(ghost: Ghost) -> dict[str, str]:
+    return hashes_of(to_leaves(ghost))
 
 
 def from_leaves(leaves: dict[str, np.ndarray]) -> Ghost:

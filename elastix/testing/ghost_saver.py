@@ -13,7 +13,7 @@ from elastix.backends import Backend
 from elastix.checkpoints import CheckpointError
 from elastix.machine import Event, Save
 from elastix.saver import SaveAnswer, Saver
-from elastix.testing.ghost_backend import from_leaves, to_leaves
+from elastix.testing.ghost_backend import from_leaves, ghost_hashes, to_leaves
 from elastix.testing.ghosts import progress_after
 from elastix.testing.schedules import ERRORS, Kind, Phase
 from elastix.testing.world import PLANTED, Violation, World
@@ -136,7 +136,8 @@ class GhostStore:
         if step in self._world.rotten:
             raise CheckpointError(f"the checkpoint of step {step} is damaged, {PLANTED}")
         ghost, metadata = self._world.disk[step]
-        return to_leaves(ghost), {"progress": progress_after(step).to_json(), **metadata}
+        known = {"progress": progress_after(step).to_json(), "leaf_hashes": ghost_hashes(ghost)}
+        return to_leaves(ghost), {**known, **metadata}
 
     def set_aside(self, step: int, why: str) -> None:
         if self._world.disk.pop(step, None) is None:

@@ -24,6 +24,7 @@ from elastix.machine import (
 )
 from elastix.metrics import MetricsLog
 from elastix.notices import Announcements
+from elastix.retraction import retract_wrong_steps
 from elastix.saver import Saver
 from elastix.testing.invariants import Rules
 from elastix.testing.knowledge import violated
@@ -71,6 +72,7 @@ class Process:
     ) -> None:
         """An observer of the driver."""
         self.rows.append((event, after, effects))
+        retract_wrong_steps(self.metrics, self.evaluated)(before, event, after, effects)
 
     def evaluations(self, feed: Any, num_batches: int) -> Evaluations:
         return Evaluations(feed, num_batches, self.evaluated)
