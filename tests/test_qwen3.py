@@ -14,6 +14,8 @@ import numpy as np
 import optax
 import pytest
 
+from elastix.data.packing import packed_row
+
 
 def import_typechecked(name):
     """Import a module with its annotations checked, even where other tests imported it without."""
@@ -417,6 +419,20 @@ def test_loss_of_packed_documents_is_that_of_the_documents(model):
     alone = [reference_loss(forward(model, d)[:-1], d[1:], np.ones(len(d) - 1)) for d in documents]
     close(total, alone[0][0] + alone[1][0], 1e-4)
     assert weight == 4 + 6
+
+
+def test_packed_rows_have_the_loss_and_the_gradient_of_their_documents(model):
+    documents = [TOKENS[:5], TOKENS[5:9], TOKENS[9:]]
+    rows = [packed_row(documents[:2], 11), packed_row(documents[2:], 11)]  # both with padding
+    packed = {name: jnp.stack([row[name] for row in rows]) for name in rows[0]}
+    whole = loss_and_grad(model, packed, None)
+    parts = [loss_and_grad(model, {"tokens": d[None]}, None) for d in documents]
+    for total, *alone in zip(*map(jax.tree.leaves, [whole, *parts]), strict=True):
+        close(total, sum(alone), 1e-4)
+    assert loss_of(model, packed, None)[1] == sum(len(d) - 1 for d in documents)
+    # Without what the packing says of segments it is something else.
+    bare = {name: packed[name] for name in ("tokens", "mask")}
+    far(loss_and_grad(model, bare, None)[0], whole[0])
 
 
 def test_loss_hands_each_example_its_own_row_of_every_column():

@@ -114,13 +114,17 @@ def _splitter(path: str) -> Callable[[str, bytes], list[bytes]]:
 
 
 def _text(path: str) -> bytes:
-    data = Path(path).read_bytes()
+    return check_text(path, Path(path).read_bytes())
+
+
+def check_text(path: str, data: bytes, start: int = 0) -> bytes:
+    """Returns `data`, which stands at byte `start` of the file; DataError if it is not UTF-8."""
     if (nul := data.find(b"\0")) >= 0:
-        raise DataError(f"{path!r} is not text (NUL byte at {nul}); give UTF-8 text")
+        raise DataError(f"{path!r} is not text (NUL byte at {start + nul}); give UTF-8 text")
     try:
         data.decode()
     except UnicodeDecodeError as error:
-        where = f"byte {data[error.start]:#04x} at {error.start}"
+        where = f"byte {data[error.start]:#04x} at {start + error.start}"
         raise DataError(f"{path!r} is not UTF-8 text ({where}); convert it to UTF-8") from None
     return data
 
@@ -128,20 +132,23 @@ def _text(path: str) -> bytes:
 def _json_documents(path: str, data: bytes) -> list[bytes]:
     # Split at newlines alone: str.splitlines also splits at U+2028, which JSON strings may hold.
     lines = enumerate(data.split(b"\n"), 1)
-    documents = [_json_text(path, number, line) for number, line in lines if line.strip()]
+    documents = [json_text(path, number, line) for number, line in lines if line.strip()]
     if not documents:
         raise DataError(f"{path!r} has only blank lines; write one JSON object a line")
     return documents
 
 
-def _json_text(path: str, number: int, line: bytes) -> bytes:
+def json_text(path: str, number: int, line: bytes, field: str = "text") -> bytes:
+    """Returns the string `field` of a line of JSON, as UTF-8; DataError, with the line's number,
+    counted from 1, if it has none."""
+    wanted = json.dumps(field)
     try:
         row = json.loads(line)
-        if isinstance(row, dict) and isinstance(row.get("text"), str):
-            return row["text"].encode()  # fails for half a surrogate pair
-        reason = 'no "text" string'
+        if isinstance(row, dict) and isinstance(row.get(field), str):
+            return row[field].encode()  # fails for half a surrogate pair
+        reason = f"no {wanted} string"
     except (ValueError, RecursionError) as error:
         reason = str(error)
     raise DataError(
-        f'{path!r} line {number}: {reason}; write one object with a "text" string a line'
+        f"{path!r} line {number}: {reason}; write one object with a {wanted} string a line"
     )

@@ -1,22 +1,54 @@
 """The configurations of data that a recipe holds, and the sources they build."""
 
 import os
-from bisect import bisect_right
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from itertools import accumulate
 from pathlib import Path
+from typing import NamedTuple, Protocol
 
-import grain
 import numpy as np
 
 from elastix.data.files import Corpus, file_identity, stdlib_corpus, text_corpus
-from elastix.data.stream import DataError, Stream, stream, whole
+from elastix.data.records import RECORD_SUFFIXES, RecordFiles
+from elastix.data.stream import DataError, Source, Stream, check_shuffle, stream, whole
 from elastix.data.tokenizers import Tokenizer, check_ids, load_tokenizer
 
-_RECORD_SUFFIXES = (".arrayrecord", ".array_record")
 _RECORD_DTYPES = {"uint16": "<u2", "uint32": "<u4"}
 _MOST_IDS = 2**31  # batches hold int32
+
+
+class Opened(NamedTuple):
+    """A source that was opened, and what says which data it is."""
+
+    source: Source
+    fingerprint: Mapping[str, object]
+
+
+class SourceConfig(Protocol):
+    """A configuration whose source may also be one of several in a `Mixture`."""
+
+    @property
+    def shuffle(self) -> bool | int: ...
+
+    @property
+    def prefetch(self) -> int: ...
+
+    def open(self) -> Opened:
+        """Reads what has to be read. Raises DataError for files that will not do."""
+        ...
+
+
+def build_stream(config: SourceConfig, global_batch: int, seed: int) -> Stream:
+    """Returns the stream of one configuration by itself."""
+    source, fingerprint = config.open()
+    return stream(
+        source,
+        global_batch=global_batch,
+        seed=seed,
+        shuffle=config.shuffle,
+        prefetch=config.prefetch,
+        fingerprint=fingerprint,
+    )
 
 
 @dataclass(frozen=True)
@@ -34,14 +66,15 @@ class Text:
     files: tuple[str, ...] = ()
     seq_len: int = 128
     tokenizer: str = "bytes"
-    shuffle: bool = True
+    shuffle: bool | int = True
     prefetch: int = 2
 
     def __post_init__(self):
-        object.__setattr__(self, "files", _paths(self.files))
-        object.__setattr__(self, "tokenizer", _path("tokenizer", self.tokenizer))
+        object.__setattr__(self, "files", check_paths(self.files))
+        object.__setattr__(self, "tokenizer", check_path("tokenizer", self.tokenizer))
         whole("seq_len", self.seq_len, 1)
         whole("prefetch", self.prefetch, 0)
+        check_shuffle(self.shuffle)
 
     @property
     def vocab_size(self) -> int:
@@ -50,6 +83,10 @@ class Text:
 
     def build(self, global_batch: int, seed: int) -> Stream:
         """Reads and tokenizes the files and returns their stream."""
+        return build_stream(self, global_batch, seed)
+
+    def open(self) -> Opened:
+        """Reads and tokenizes the files and returns their windows."""
         tokenizer, corpus = load_tokenizer(self.tokenizer), self._corpus()
         tokens = _token_array(corpus.documents, tokenizer)
         fingerprint = {
@@ -60,14 +97,7 @@ class Text:
             "tokenizer": tokenizer.fingerprint,
             "seq_len": self.seq_len,
         }
-        return stream(
-            _Windows(tokens, self.seq_len),
-            global_batch=global_batch,
-            seed=seed,
-            shuffle=self.shuffle,
-            prefetch=self.prefetch,
-            fingerprint=fingerprint,
-        )
+        return Opened(_Windows(tokens, self.seq_len), fingerprint)
 
     def unigram_loss(self) -> float:
         """Returns the loss, in nats per token, of knowing how frequent each token is, no more."""
@@ -92,39 +122,37 @@ class TokenRecords:
     dtype: str = "uint16"
     seq_len: int = 128
     vocab_size: int = 2**16
-    shuffle: bool = True
+    shuffle: bool | int = True
     prefetch: int = 2
 
     def __post_init__(self):
-        object.__setattr__(self, "files", _paths(self.files))
+        object.__setattr__(self, "files", check_paths(self.files))
         if not self.files:
             raise DataError("files=() must name at least one ArrayRecord file")
         for path in self.files:
-            if Path(path).suffix.lower() not in _RECORD_SUFFIXES:
-                raise DataError(f"{path!r} must end in {' or '.join(_RECORD_SUFFIXES)}")
+            if Path(path).suffix.lower() not in RECORD_SUFFIXES:
+                raise DataError(f"{path!r} must end in {' or '.join(RECORD_SUFFIXES)}")
         if self.dtype not in _RECORD_DTYPES:
             raise DataError(f"dtype={self.dtype!r} must be one of {', '.join(_RECORD_DTYPES)}")
         whole("seq_len", self.seq_len, 1)
         whole("prefetch", self.prefetch, 0)
+        check_shuffle(self.shuffle)
         if whole("vocab_size", self.vocab_size, 1) > _MOST_IDS:
             raise DataError(f"vocab_size={self.vocab_size} must be at most {_MOST_IDS}")
 
     def build(self, global_batch: int, seed: int) -> Stream:
         """Hashes and opens the files and returns their stream."""
+        return build_stream(self, global_batch, seed)
+
+    def open(self) -> Opened:
+        """Hashes and opens the files and returns their records."""
         fingerprint = {
             "kind": "token records",
             "files": [file_identity(path) for path in self.files],
             "dtype": self.dtype,
             "seq_len": self.seq_len,
         }
-        return stream(
-            _Records(self),
-            global_batch=global_batch,
-            seed=seed,
-            shuffle=self.shuffle,
-            prefetch=self.prefetch,
-            fingerprint=fingerprint,
-        )
+        return Opened(_Records(self), fingerprint)
 
 
 def unigram_entropy(tokens: np.ndarray) -> float:
@@ -142,13 +170,15 @@ def unigram_entropy(tokens: np.ndarray) -> float:
     return float(-(shares * np.log(shares)).sum())
 
 
-def _paths(files: Iterable[str | os.PathLike[str]]) -> tuple[str, ...]:
+def check_paths(files: Iterable[str | os.PathLike[str]]) -> tuple[str, ...]:
+    """Returns the files of a configuration as strings; DataError for anything but paths."""
     if isinstance(files, str | bytes | os.PathLike) or not isinstance(files, Iterable):
         raise DataError(f"files={files!r} must be a tuple of paths, such as ('corpus.txt',)")
-    return tuple(_path("files", path) for path in files)
+    return tuple(check_path("files", path) for path in files)
 
 
-def _path(name: str, value: str | os.PathLike[str]) -> str:
+def check_path(name: str, value: str | os.PathLike[str]) -> str:
+    """Returns a path as a string; DataError, which begins with `name`, if it is none."""
     if not isinstance(value, str | os.PathLike):
         raise DataError(f"{name}: {value!r} is not a path; give a string")
     return os.fspath(value)
@@ -186,25 +216,17 @@ class _Windows:
 
 
 class _Records:
-    """Records of ArrayRecord files, each file opened for itself so that errors can name it."""
+    """The records of a `TokenRecords`, as rows of tokens."""
 
     def __init__(self, config: TokenRecords):
-        self._config = config
+        self._config, self._records = config, RecordFiles(config.files)
         self._dtype = np.dtype(_RECORD_DTYPES[config.dtype])
-        self._files = [_open_records(path) for path in config.files]
-        self._ends = list(accumulate(map(len, self._files)))
 
     def __len__(self) -> int:
-        return self._ends[-1]
+        return len(self._records)
 
     def __getitem__(self, index: int) -> dict[str, np.ndarray]:
-        file = bisect_right(self._ends, index)
-        number = index - (self._ends[file - 1] if file else 0)
-        where = f"{self._config.files[file]!r} record {number}"
-        try:
-            data = self._files[file][number]
-        except RuntimeError as error:
-            raise DataError(f"{where} is corrupt ({_first_line(error)}); write it again") from None
+        data, where = self._records[index], self._records.where(index)
         expected = (self._config.seq_len + 1) * self._dtype.itemsize
         if len(data) != expected:
             raise DataError(
@@ -213,18 +235,3 @@ class _Records:
             )
         ids = check_ids(np.frombuffer(data, self._dtype), self._config.vocab_size, where)
         return {"tokens": ids.astype(np.int32)}
-
-
-def _open_records(path: str) -> grain.sources.ArrayRecordDataSource:
-    try:
-        records = grain.sources.ArrayRecordDataSource([path])
-        if len(records):
-            return records
-        reason = "it holds no records"
-    except (RuntimeError, ValueError) as error:
-        reason = _first_line(error)
-    raise DataError(f"{path!r} is no complete ArrayRecord file ({reason}); write it again")
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]

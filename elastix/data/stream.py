@@ -3,7 +3,7 @@
 import json
 import operator
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol, final
 
@@ -16,6 +16,9 @@ _HORIZON = 2**52  # examples: no run lasts as long, and no count overflows
 _COLUMN_KINDS = "biufcV"  # V: also the extension types of ml_dtypes, such as bfloat16
 
 _Columns = list[tuple[str, tuple[np.dtype, tuple[int, ...]]]]
+
+Order = Callable[[int], int]
+"""The index of the example that is consumed as number n, counted from 0 over all epochs."""
 
 
 class DataError(ValueError):
@@ -43,6 +46,29 @@ def whole(name: str, value: object, least: int) -> int:
     if isinstance(value, bool) or number < least:
         raise DataError(f"{name}={value!r} must be a whole number of at least {least}")
     return number
+
+
+def check_shuffle(value: object) -> bool | int:
+    """Returns True, False or a window of examples as they were given; DataError for any other."""
+    if isinstance(value, bool | np.bool_):
+        return bool(value)
+    try:
+        return whole("shuffle", value, 1)
+    except DataError:
+        raise DataError(
+            f"shuffle={value!r} must be True, False or a window of at least 1 example"
+        ) from None
+
+
+def order_of(size: int, seed: int, shuffle: bool | int) -> Order:
+    """Returns the endless order of `size` examples, shuffled fully, within windows or not at all.
+
+    Whether it is a window or a bool is told by the type: `shuffle=1` is a window of 1.
+    """
+    if shuffle is False:
+        return lambda number: number % size
+    window = None if shuffle is True else shuffle
+    return lambda number: example_at(number, size, seed, window)
 
 
 @final
@@ -85,29 +111,33 @@ def stream(
     *,
     global_batch: int,
     seed: int,
-    shuffle: bool = True,
+    shuffle: bool | int = True,
     prefetch: int = 2,
     fingerprint: Mapping[str, object],
+    order: Order | None = None,
 ) -> Stream:
     """Returns the endless stream of `source`: each record once an epoch, in a new order each epoch.
 
-    Batches straddle epochs, so a source may be smaller than a batch. `fingerprint` is a mapping of
-    JSON values that says which data this is (a name and a hash, say); the stream adds what else
-    decides its batches. `prefetch` is how many batches are read ahead, 0 for none; it changes no
-    batch. Raises DataError for bad arguments, an empty source or a first record that will not do.
+    Batches straddle epochs, so a source may be smaller than a batch. `shuffle` may be a number:
+    then records move only within windows of so many. An `order` of your own takes its place.
+    `fingerprint` is a mapping of JSON values that says which data this is (a name and a hash,
+    say); the stream adds what else decides its batches. `prefetch` is how many batches are read
+    ahead, 0 for none; it changes no batch. Raises DataError for bad arguments, an empty source or
+    a first record that will not do.
 
         stream(images, global_batch=64, seed=0, fingerprint={"kind": "digits", "sha256": "ab12"})
     """
     global_batch = whole("global_batch", global_batch, 1)
     seed = whole("seed", seed, 0)
     prefetch = whole("prefetch", prefetch, 0)
-    batches = _Batches(source, global_batch, seed if shuffle else None)
+    shuffle = check_shuffle(shuffle)
+    batches = _Batches(source, global_batch, order or order_of(len(source) or 1, seed, shuffle))
     decided = {
         "records": batches.size,
         "columns": _spelled(batches.columns),
         "global_batch": global_batch,
         "seed": seed,
-        "shuffle": bool(shuffle),
+        "shuffle": shuffle,
         # The order itself, so that a release which shuffles in another way is noticed on resume.
         "order": [batches.example(number) for number in range(min(8, batches.size))],
     }
@@ -144,8 +174,8 @@ class _Batches:
     each record before it reads the next, because a source may fill one buffer again and again.
     """
 
-    def __init__(self, source: Source, global_batch: int, seed: int | None):
-        self._source, self._global_batch, self._seed = source, global_batch, seed
+    def __init__(self, source: Source, global_batch: int, order: Order):
+        self._source, self._global_batch, self._order = source, global_batch, order
         self._lock = threading.Lock()
         self.size = len(source)
         if not 0 < self.size <= _HORIZON:
@@ -168,9 +198,10 @@ class _Batches:
 
     def example(self, number: int) -> int:
         """Returns the index of the example consumed as `number`, counted over all epochs."""
-        if self._seed is None:
-            return number % self.size
-        return example_at(number, self.size, self._seed)
+        index = self._order(number)
+        if not 0 <= index < self.size:
+            raise DataError(f"order({number}) is {index}; it must be 0 to {self.size - 1}")
+        return index
 
     def _checked(self, index: int) -> dict[str, np.ndarray]:
         record = self._read(index)
