@@ -5,7 +5,10 @@ Pure functions on host arrays; `checkpoints` puts what they make on disk.
 
 from __future__ import annotations
 
+import errno
 import json
+import os
+import re
 import zlib
 from collections.abc import Mapping
 
@@ -28,6 +31,24 @@ class CheckpointError(ValueError):
 
 class UnreadableHereError(CheckpointError):
     """The checkpoint may be good, but not for this process: newer format, no memory, no access."""
+
+
+# What says more about this process than about the checkpoint it reads.
+_HERE = tuple(map(os.strerror, (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EACCES)))
+
+
+def error_of(what: str, error: BaseException) -> CheckpointError:
+    """`what`, and the innermost cause of a failure, in one line."""
+    chain = [error]
+    while cause := chain[-1].__cause__:  # Orbax wraps the reason
+        chain.append(cause)
+    here = any(isinstance(e, MemoryError | UnreadableHereError) for e in chain)
+    here = here or any(sign in str(e) for e in chain for sign in _HERE)
+    # TensorStore appends its whole spec.
+    text = re.sub(r" \[(tensorstore_spec|source|os_error).*", "", str(chain[-1]), flags=re.DOTALL)
+    text = text if len(text) < 400 else f"{text[:100]} ... {text[-300:]}"
+    cls = UnreadableHereError if here else CheckpointError
+    return cls(f"{what}: {type(chain[-1]).__name__}: {text}")
 
 
 def pack(

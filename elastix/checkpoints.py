@@ -15,13 +15,13 @@ one rotten metadata file in an old step would make every later save fail.
 from __future__ import annotations
 
 import contextlib
-import errno
 import itertools
 import logging
+import math
 import os
 import re
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -35,6 +35,7 @@ from elastix.checkpoint_format import (
     CheckpointError,
     UnreadableHereError,
     checked,
+    error_of,
     pack,
     unpack,
 )
@@ -43,6 +44,7 @@ __all__ = [
     "FORMAT_VERSION",
     "Checkpoint",
     "CheckpointError",
+    "CheckpointReader",
     "CheckpointStore",
     "SetAside",
     "UnreadableHereError",
@@ -52,8 +54,6 @@ _TMP = ".orbax-checkpoint-tmp"
 _STEP = re.compile(r"0|[1-9][0-9]*")
 _TEMPORARY = re.compile(rf"({_STEP.pattern}){re.escape(_TMP)}(-.*)?")
 _SET_ASIDE = re.compile(rf"set-aside-({_STEP.pattern})-({_STEP.pattern})")
-# What says more about this process than about the checkpoint it reads.
-_HERE = tuple(map(os.strerror, (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EACCES)))
 
 
 class Checkpoint(NamedTuple):
@@ -72,7 +72,73 @@ class SetAside(NamedTuple):
     why: str
 
 
-class CheckpointStore:
+class CheckpointReader:
+    """Checkpoints under `root`, which another process may be writing: nothing there is changed."""
+
+    def __init__(self, root: Path) -> None:
+        self.root, self._context = Path(root).absolute(), _orbax_context()
+
+    def steps(self) -> tuple[int, ...]:
+        """The steps that were committed, ascending; whether they are good only a load can tell."""
+        with _explained(f"{self.root} cannot be listed"):
+            # Orbax takes any directory with a number for a checkpoint, an empty one too.
+            found = [p for p in self.root.iterdir() if _STEP.fullmatch(p.name) and p.is_dir()]
+            return tuple(sorted(int(path.name) for path in found if any(path.iterdir())))
+
+    def unfinished(self) -> tuple[int, ...]:
+        """The steps that are being written or removed, or were when their process was killed."""
+        with _explained(f"{self.root} cannot be listed"):
+            return tuple(sorted({step for step, _ in self._temporaries()}))
+
+    def size(self, step: int) -> int:
+        """The bytes of all files of `step`."""
+        files = (path for path in self._path(step).rglob("*") if path.is_file())
+        return sum(path.stat().st_size for path in files)
+
+    def metadata(self, step: int) -> dict[str, object]:
+        """The caller's metadata, and under "checkpoint" our own, without reading the leaves.
+
+        "checkpoint" holds format_version, step and leaves: path, dtype, shape, bytes, offset and
+        crc32 (zlib, of the little-endian C-order bytes) of each. Raises CheckpointError.
+        """
+        document = self._document(step)
+        return {**document["metadata"], "checkpoint": document["checkpoint"]}
+
+    def load(self, step: int) -> tuple[dict[str, np.ndarray], dict[str, object]]:
+        """The leaves by path, sorted, with exact dtype, shape and bits, and the caller's metadata.
+
+        The arrays are views of one buffer, which lives as long as any of them. Raises
+        CheckpointError naming the first bad leaf, or UnreadableHereError.
+        """
+        document = self._document(step)
+        return self._leaves(step, document), document["metadata"]
+
+    def set_aside_list(self) -> tuple[SetAside, ...]:
+        """Everything that was set aside under this root, by step and then in order of time."""
+        with _explained(f"{self.root} cannot be listed"):
+            matches = [m for p in self.root.iterdir() if (m := _SET_ASIDE.fullmatch(p.name))]
+        matches.sort(key=lambda m: (int(m[1]), int(m[2])))
+        return tuple(SetAside(int(m[1]), p := self.root / m[0], _why(p)) for m in matches)
+
+    def _path(self, step: int) -> Path:
+        return self.root / str(step)
+
+    def _temporaries(self) -> list[tuple[int, Path]]:
+        matches = [(_TEMPORARY.fullmatch(p.name), p) for p in self.root.iterdir() if p.is_dir()]
+        return [(int(match[1]), path) for match, path in matches if match]
+
+    def _document(self, step: int) -> dict:
+        with _explained(f"step {step} cannot be read"):
+            document = ocp.metadata(self._path(step)).custom_metadata
+        return checked(step, document)
+
+    def _leaves(self, step: int, document: dict) -> dict[str, np.ndarray]:
+        with _explained(f"step {step} cannot be read"), self._context:
+            state = ocp.load(self._path(step))
+        return unpack(step, document, state)
+
+
+class CheckpointStore(CheckpointReader):
     """Checkpoints of one run under `root`, one directory a step; all calls block, one at a time.
 
     Only one live store may write to a root: opening one removes unfinished saves. `keep` is the
@@ -83,10 +149,13 @@ class CheckpointStore:
     def __init__(self, root: Path, *, keep: int) -> None:
         if keep < 1:
             raise ValueError(f"keep={keep}: at least 1 checkpoint must be kept")
-        self.root, self.keep, self._context = Path(root).absolute(), keep, _orbax_context()
+        super().__init__(root)
+        self.keep, self._num_best = keep, 0
+        self._loss_of: Callable[[int], float | None] = lambda step: None
+        self._hindrance: Callable[[], str | None] = lambda: None
         try:
             self.root.mkdir(parents=True, exist_ok=True)
-            for path in self._temporaries():
+            for _, path in self._temporaries():
                 shutil.rmtree(path)
             probe = self.root / ".elastix-probe"
             probe.write_bytes(b"probe")
@@ -94,21 +163,17 @@ class CheckpointStore:
         except OSError as error:
             raise ValueError(f"checkpoints cannot be written to {self.root}: {error}") from error
 
-    def steps(self) -> tuple[int, ...]:
-        """The steps that were committed, ascending; whether they are good only a load can tell."""
-        with _explained(f"{self.root} cannot be listed"):
-            # Orbax takes any directory with a number for a checkpoint, an empty one too.
-            found = [p for p in self.root.iterdir() if _STEP.fullmatch(p.name) and p.is_dir()]
-            return tuple(sorted(int(path.name) for path in found if any(path.iterdir())))
+    def keep_best(self, count: int, loss_of: Callable[[int], float | None]) -> None:
+        """From now on let the `count` steps of the lowest loss survive too, besides the newest.
 
-    def metadata(self, step: int) -> dict[str, object]:
-        """The caller's metadata, and under "checkpoint" our own, without reading the leaves.
-
-        "checkpoint" holds format_version, step and leaves: path, dtype, shape, bytes, offset and
-        crc32 (zlib, of the little-endian C-order bytes) of each. Raises CheckpointError.
+        `loss_of` gives the loss of a step, or None if nobody knows it: such a step never counts.
         """
-        document = self._document(step)
-        return {**document["metadata"], "checkpoint": document["checkpoint"]}
+        self._num_best, self._loss_of = count, loss_of
+
+    def hold_while(self, hindrance: Callable[[], str | None]) -> None:
+        """From now on a save fails for the reason that `hindrance` gives, if it gives one: what is
+        recorded of the steps before a checkpoint must be on disk first."""
+        self._hindrance = hindrance
 
     def save(
         self, step: int, leaves: Mapping[str, np.ndarray], metadata: Mapping[str, object]
@@ -120,6 +185,8 @@ class CheckpointStore:
         older goes. Needs host memory for one more copy of the leaves. `metadata` is JSON (no NaN);
         tuples come back as lists. Raises CheckpointError, after removing what it had written.
         """
+        if why := self._hindrance():
+            raise CheckpointError(f"step {step} was not saved: {why}")
         document, packed = pack(step, leaves, metadata)
         path, moved = self._path(step), None
         if os.path.lexists(path):
@@ -136,16 +203,7 @@ class CheckpointStore:
                 self._undo(step, moved)
                 raise
         self._retire(step)
-        return sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
-
-    def load(self, step: int) -> tuple[dict[str, np.ndarray], dict[str, object]]:
-        """The leaves by path, sorted, with exact dtype, shape and bits, and the caller's metadata.
-
-        The arrays are views of one buffer, which lives as long as any of them. Raises
-        CheckpointError naming the first bad leaf, or UnreadableHereError.
-        """
-        document = self._document(step)
-        return self._leaves(step, document), document["metadata"]
+        return self.size(step)
 
     def newest(self) -> tuple[Checkpoint | None, tuple[SetAside, ...]]:
         """The newest checkpoint that passes `load`, and the bad newer ones, now set aside.
@@ -176,21 +234,15 @@ class CheckpointStore:
             _note(target).write_text(why + "\n", encoding="utf-8")
         return target
 
-    def set_aside_list(self) -> tuple[SetAside, ...]:
-        """Everything that was set aside under this root, by step and then in order of time."""
-        with _explained(f"{self.root} cannot be listed"):
-            matches = [m for p in self.root.iterdir() if (m := _SET_ASIDE.fullmatch(p.name))]
-        matches.sort(key=lambda m: (int(m[1]), int(m[2])))
-        return tuple(SetAside(int(m[1]), p := self.root / m[0], _why(p)) for m in matches)
-
     def remove(self, step: int) -> None:
         """Delete `step` and its temporaries, for a save that was abandoned; absent is fine.
 
         Raises CheckpointError if something cannot be deleted.
         """
         with _explained(f"step {step} cannot be removed"):
-            for path in self._temporaries(step):
-                shutil.rmtree(path)
+            for unfinished, path in self._temporaries():
+                if unfinished == step:
+                    shutil.rmtree(path)
             if os.path.lexists(self._path(step)):
                 # Renamed first: killed half way, no half-deleted step is left with a good name.
                 trash = self.root / f"{step}{_TMP}-removed"
@@ -201,26 +253,13 @@ class CheckpointStore:
     def close(self) -> None:
         """End the use of the store; nothing stays open or running between calls."""
 
-    def _path(self, step: int) -> Path:
-        return self.root / str(step)
-
-    def _temporaries(self, step: int | None = None) -> list[Path]:
-        matches = [(_TEMPORARY.fullmatch(p.name), p) for p in self.root.iterdir() if p.is_dir()]
-        return [path for m, path in matches if m and step in (None, int(m[1]))]
-
-    def _document(self, step: int) -> dict:
-        with _explained(f"step {step} cannot be read"):
-            document = ocp.metadata(self._path(step)).custom_metadata
-        return checked(step, document)
-
-    def _leaves(self, step: int, document: dict) -> dict[str, np.ndarray]:
-        with _explained(f"step {step} cannot be read"), self._context:
-            state = ocp.load(self._path(step))
-        return unpack(step, document, state)
-
     def _write(self, path: Path, document: dict, packed: np.ndarray) -> None:
         if not self.root.is_dir():  # Orbax would make a new one, perhaps on another disk
             raise FileNotFoundError(f"{self.root} is gone")
+        # Where Orbax cannot make its directory, threads of it wait five minutes, and the exit too.
+        probe = path.with_name(f"{path.name}{_TMP}-probe")
+        probe.mkdir()
+        probe.rmdir()
         with self._context:
             ocp.save(path, {"leaves": packed}, custom_metadata=document)
         # Orbax syncs its arrays, but not its metadata files nor the rename.
@@ -250,9 +289,17 @@ class CheckpointStore:
 
     def _retire(self, step: int) -> None:
         with contextlib.suppress(CheckpointError):  # tried again after the next save
-            for old in self.steps()[: -self.keep]:
-                if old < step:
+            steps = self.steps()
+            # Apart from each other: the best never take the place of the newest, to resume from.
+            kept = {*steps[-self.keep :], *self._best(steps)}
+            for old in steps:
+                if old < step and old not in kept:
                     self.remove(old)
+
+    def _best(self, steps: tuple[int, ...]) -> list[int]:
+        known = [(loss, -step) for step in steps if (loss := self._loss_of(step)) is not None]
+        ranked = sorted(item for item in known if not math.isnan(item[0]))
+        return [-step for _, step in ranked[: self._num_best]]
 
 
 def _orbax_context() -> ocp.Context:
@@ -278,22 +325,9 @@ def _explained(what: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        raise _error(what, error) from error
+        raise error_of(what, error) from error
     finally:
         logger.removeFilter(foreign)
-
-
-def _error(what: str, error: BaseException) -> CheckpointError:
-    chain = [error]
-    while cause := chain[-1].__cause__:  # Orbax wraps the reason
-        chain.append(cause)
-    here = any(isinstance(e, MemoryError | UnreadableHereError) for e in chain)
-    here = here or any(sign in str(e) for e in chain for sign in _HERE)
-    # TensorStore appends its whole spec.
-    text = re.sub(r" \[(tensorstore_spec|source|os_error).*", "", str(chain[-1]), flags=re.DOTALL)
-    text = text if len(text) < 400 else f"{text[:100]} ... {text[-300:]}"
-    cls = UnreadableHereError if here else CheckpointError
-    return cls(f"{what}: {type(chain[-1]).__name__}: {text}")
 
 
 def _note(path: Path) -> Path:
@@ -301,7 +335,10 @@ def _note(path: Path) -> Path:
 
 
 def _why(path: Path) -> str:
-    return _note(path).read_text(encoding="utf-8").strip() if _note(path).exists() else ""
+    try:
+        return _note(path).read_text(encoding="utf-8").strip()
+    except OSError:  # none was written, or it is being put back
+        return ""
 
 
 def _sync(path: Path) -> None:

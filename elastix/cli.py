@@ -15,8 +15,10 @@ from pathlib import Path
 from typing import NoReturn
 
 from elastix.background import still_running
+from elastix.checkpoints_command import checkpoints_main
 from elastix.command import Command, parse
 from elastix.display import open_display
+from elastix.lineage import Origin
 from elastix.notices import notify_main
 from elastix.overrides import print_field_help
 from elastix.preparation import prepare, simulated_backend
@@ -33,7 +35,20 @@ def _simulate_main(argv: Sequence[str]) -> int:
     return main(argv)
 
 
-_TOOLS = {"notify": notify_main, "replay": replay_main, "simulate": _simulate_main}
+def _data_main(argv: Sequence[str]) -> int:
+    """So is what prepares data."""
+    from elastix.data.pack_command import data_main
+
+    return data_main(argv)
+
+
+_TOOLS = {
+    "checkpoints": checkpoints_main,
+    "data": _data_main,
+    "notify": notify_main,
+    "replay": replay_main,
+    "simulate": _simulate_main,
+}
 """Commands that take no recipe."""
 
 _TERMINATED = 128 + signal.SIGTERM
@@ -74,12 +89,20 @@ def _execute(command: Command) -> int:
 
 def _run(command: Command) -> int:
     prepared = prepare(command)
+    origin = Origin.parse(command.fork) if command.fork is not None else None
     backend = simulated_backend(command)
     run_dir = Path(command.run_dir or Path("runs", prepared.name))
     display = open_display(prepared.name)
 
     def work(stop: threading.Event) -> Summary:
-        return train(prepared.recipe, backend=backend, run_dir=run_dir, display=display, stop=stop)
+        return train(
+            prepared.recipe,
+            backend=backend,
+            run_dir=run_dir,
+            fork_from=origin,
+            display=display,
+            stop=stop,
+        )
 
     try:
         with display:

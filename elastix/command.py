@@ -81,6 +81,7 @@ class Command:
     name: str
     recipe: str
     run_dir: str | None = None
+    fork: str | None = None
     backend: str = "simulated"
     slices: int = 4
     devices_per_slice: int = 2
@@ -147,6 +148,7 @@ def _command(
         name=name,
         recipe=recipe,
         run_dir=given.run_dir,
+        fork=getattr(given, "fork", None),
         backend=given.backend,
         slices=given.slices,
         devices_per_slice=given.devices_per_slice,
@@ -172,7 +174,7 @@ def _scripted(path: str | None) -> tuple[Fault, ...]:
 
 
 _WITH_VALUE = (
-    *("--run-dir", "--backend", "--slices", "--devices-per-slice", "--steps"),
+    *("--run-dir", "--fork", "--backend", "--slices", "--devices-per-slice", "--steps"),
     *("--lose", "--hang", "--corrupt", "--return", "--faults", "--compile-cache"),
 )
 _ALONE = ("--keep", "--help")
@@ -212,6 +214,8 @@ def _parser(name: str) -> argparse.ArgumentParser:
     add = parser.add_argument
     add("recipe", metavar="RECIPE", help="file.py, file.py:function or package.module:function")
     default = "runs/<recipe>" if name == "run" else "a temporary one, removed on success"
+    if name == "run":
+        add("--fork", metavar="DIR@STEP", help="begin from this checkpoint of another run")
     add("--run-dir", metavar="DIR", help=f"directory of the run's files (default: {default})")
     add(
         "--backend",

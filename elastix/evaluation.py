@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from elastix.feed import Feed
-from elastix.jsonl import append, read_rows, retract
+from elastix.jsonl import RowFile, read_rows
 
 
 @dataclass(frozen=True)
@@ -50,19 +50,23 @@ class EvalLog:
     def __init__(self, path: Path | None, listeners: tuple[Callable[[EvalRow], None], ...] = ()):
         self.rows = read_evaluations(path) if path else []
         self._listeners = listeners
-        self._file = path.open("a", encoding="utf-8") if path else None
+        self._file = RowFile(path) if path else None
 
     @property
     def last(self) -> int:
         """The last step on record; 0 if there is none."""
         return int(self.rows[-1]["step"]) if self.rows else 0
 
+    def loss(self, step: int) -> float | None:
+        """The loss of the state after `step`; None if it is not on record."""
+        return next((row.get("loss") for row in self.rows if row["step"] == step), None)
+
     def record(self, row: EvalRow) -> bool:
         """Whether the row is new; one of a step on record is dropped."""
         if row.step <= self.last:
             return False
         if self._file:
-            append(self._file, asdict(row))
+            self._file.append(asdict(row))
         self.rows.append(asdict(row))
         for listen in self._listeners:
             listen(row)
@@ -72,10 +76,16 @@ class EvalLog:
         """What was recorded of states after step `after` is not true."""
         self.rows = [row for row in self.rows if row["step"] <= after]
         if self._file:
-            path = Path(self._file.name)
-            self._file.close()
-            retract(path, after)
-            self._file = path.open("a", encoding="utf-8")
+            self._file.retract(after)
+
+    def flush(self) -> None:
+        """Write what could not be written before, if there is room now."""
+        if self._file:
+            self._file.flush()
+
+    def problem(self) -> str | None:
+        """Why rows are missing on disk, as on a full one; None if none is."""
+        return self._file.problem() if self._file else None
 
     def close(self) -> None:
         if self._file:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import json
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, TextIO
+from typing import IO, Any
 
 
 def read_rows(path: Path) -> list[Any]:
@@ -49,25 +52,94 @@ class RowReader:
                 yield _row(self._path, number, line, "only the lines before it can be read")
 
 
-def retract(path: Path, after: int) -> None:
-    """Move the rows of steps after `after`, which turned out to be wrong, to a file beside it."""
-    rows = read_rows(path)
-    wrong = [row for row in rows if row["step"] > after]
-    with path.with_name(f"{path.stem}-retracted.jsonl").open("a", encoding="utf-8") as file:
-        for row in wrong:
-            append(file, row)
-    temporary = path.with_suffix(".tmp")
-    with temporary.open("w", encoding="utf-8") as file:
-        for row in rows:
-            if row["step"] <= after:
-                append(file, row)
-    os.replace(temporary, path)
+class RowFile:
+    """Appends rows, each with a `step`, in ascending order.
+
+    A full disk does not stop who writes: what cannot be written is kept, and written with a later
+    row, or at the end, if there is room again. That is told once on standard error; `problem` says
+    at any time whether rows are missing.
+    """
+
+    def __init__(self, path: Path):
+        self._path, self._file = path, path.open("ab", buffering=0)
+        self._kept: list[dict[str, Any]] = []
+        self._why: OSError | None = None
+
+    def append(self, row: dict[str, Any]) -> None:
+        """Write one row, or keep it."""
+        self._kept.append(row)
+        self.flush()
+
+    def flush(self) -> None:
+        """Write what was kept, as much as there is room for."""
+        try:
+            while self._kept:
+                append(self._file, self._kept[0])
+                del self._kept[0]
+        except OSError as error:
+            if self._why is None:
+                kept = "its rows are kept in memory, and written when there is room"
+                _tell(f"{self._path} cannot be written ({_reason(error)}): {kept}")
+            self._why = error
+        else:
+            if self._why:
+                _tell(f"{self._path} is written again, and no row is missing")
+            self._why = None
+
+    def problem(self) -> str | None:
+        """Why rows are missing on disk, in one line; None if none is."""
+        if self._why is None:
+            return None
+        return f"{self._path.name} lacks rows, {_reason(self._why)}: make room"
+
+    def retract(self, after: int) -> None:
+        """Take back the rows of steps after `after`, which turned out to be wrong; those that were
+        written are moved to a file beside it."""
+        self._kept = [row for row in self._kept if row["step"] <= after]
+        rows = read_rows(self._path)
+        aside = self._path.with_name(f"{self._path.stem}-retracted.jsonl")
+        try:
+            with aside.open("ab", buffering=0) as file:
+                for row in rows:
+                    if row["step"] > after:
+                        append(file, row)
+        except OSError as error:  # to be right matters more than to keep what was wrong
+            _tell(f"{aside} cannot be written ({_reason(error)})")
+        lines = self._path.read_bytes().splitlines(keepends=True)
+        right = sum(row["step"] <= after for row in rows)
+        os.ftruncate(self._file.fileno(), sum(map(len, lines[:right])))
+        self.flush()
+
+    def close(self) -> None:
+        self.flush()
+        self._file.close()
 
 
-def append(file: TextIO, row: Any) -> None:
-    """Write one row, and hand it to the operating system before going on."""
-    file.write(json.dumps(row) + "\n")
-    file.flush()
+def append(file: IO[Any], row: Any) -> None:
+    """Write one row, whole or not at all, and hand it to the operating system before going on.
+
+    Past the buffer of `file`: what a full disk did not take would stay in there, and fail again
+    when the file is closed.
+    """
+    descriptor, data = file.fileno(), (json.dumps(row) + "\n").encode()
+    before = os.fstat(descriptor)
+    if before.st_nlink == 0:
+        raise FileNotFoundError(errno.ENOENT, "the file was removed")
+    try:
+        while data:
+            data = data[os.write(descriptor, data) :]
+    except OSError:
+        os.ftruncate(descriptor, before.st_size)
+        raise
+
+
+def _tell(line: str) -> None:
+    with contextlib.suppress(OSError):
+        print(f"elastix: {line}", file=sys.stderr, flush=True)
+
+
+def _reason(error: OSError) -> str:
+    return error.strerror or str(error)
 
 
 def _row(path: Path, number: int, line: bytes, remedy: str = "move the file away") -> Any:

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from elastix.jsonl import append, read_rows, retract
+from elastix.jsonl import RowFile, read_rows
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ class MetricsLog:
         self._file = None
         if path is not None:
             self.losses = read_losses(path)
-            self._file = path.open("a", encoding="utf-8")
+            self._file = RowFile(path)
 
     def commit(self, row: Row) -> str | None:
         """Record a committed step; returns what is wrong with it, in one line, or None."""
@@ -87,7 +87,7 @@ class MetricsLog:
             return self._compare(row, self.losses[row.step - 1])
         self.losses.append(row.loss)
         if self._file:
-            append(self._file, asdict(row))
+            self._file.append(asdict(row))
         for listen in self._listeners:
             listen(row)
         return None
@@ -96,10 +96,16 @@ class MetricsLog:
         """What was recorded of steps after `after` is not true: they count as not done yet."""
         del self.losses[after:]
         if self._file:
-            path = Path(self._file.name)
-            self._file.close()
-            retract(path, after)
-            self._file = path.open("a", encoding="utf-8")
+            self._file.retract(after)
+
+    def flush(self) -> None:
+        """Write what could not be written before, if there is room now."""
+        if self._file:
+            self._file.flush()
+
+    def problem(self) -> str | None:
+        """Why rows are missing on disk, as on a full one; None if none is."""
+        return self._file.problem() if self._file else None
 
     def _compare(self, row: Row, first: float) -> str | None:
         same = np.float32(first).tobytes() == np.float32(row.loss).tobytes()

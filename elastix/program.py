@@ -55,6 +55,7 @@ class Program:
             recipe.num_replicas,
             recipe.reduction,
             getattr(recipe.optimizer, "learning_rate", None),
+            recipe.microbatches,
         )
         self._eval_step = EvalStep(
             self.spec, recipe.eval_loss or recipe.loss, recipe.global_batch, recipe.num_replicas
@@ -114,7 +115,13 @@ class Program:
         mesh = self.mesh(slices)
         step = self._step(mesh, self.spec.specs(self._rules, mesh))
         arguments = self._abstract(self._sample, slices)
-        return jax.jit(step, donate_argnums=0 if self.donates else ()).lower(*arguments)
+        # Left to itself, XLA may split a replicated leaf, and the next step would refuse it.
+        kept = jax.jit(
+            step,
+            donate_argnums=0 if self.donates else (),
+            out_shardings=(self.shardings(slices), None),
+        )
+        return kept.lower(*arguments)
 
     def _lower_eval(self, slices: Slices) -> Any:
         assert self._eval_sample

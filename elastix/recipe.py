@@ -117,12 +117,14 @@ Hook = Callable[[dict[str, Any]], None]
 class Recipe:
     """A whole training run: what is learned, from what, how, and how it survives.
 
-    Model, data, optimizer, loss, `global_batch`, `num_replicas`, `seed` and `reduction` are the
-    run's identity; the rest may change when it is resumed.
+    Model, data, optimizer, loss, `global_batch`, `num_replicas`, `microbatches`, `seed` and
+    `reduction` are the run's identity; the rest may change when it is resumed.
 
     Args:
         global_batch: examples in one step, whatever the number of slices.
         num_replicas: logical replicas the batch is split into; at least the number of slices.
+        microbatches: parts of a replica computed one after another, their gradients added in
+            order: more need less memory for activations.
         eval_data: what `policy.eval_every` evaluates on.
         eval_loss: its loss, if it is not the loss of training.
         eval_batches: global batches in an evaluation; None: all whole ones that the data has.
@@ -140,6 +142,7 @@ class Recipe:
     num_replicas: int
     seed: int = 0
     reduction: Reduction = "ordered"
+    microbatches: int = 1
     mesh: MeshSpec = MeshSpec()
     policy: Policy = Policy()
     eval_data: DataConfig | None = None
@@ -148,7 +151,7 @@ class Recipe:
     hooks: tuple[Hook, ...] = field(default=())
 
     def __post_init__(self) -> None:
-        for name in ("num_steps", "global_batch", "num_replicas"):
+        for name in ("num_steps", "global_batch", "num_replicas", "microbatches"):
             value = getattr(self, name)
             if not isinstance(value, int) or value < 1:
                 raise ValueError(f"{name}={value!r}: use a whole number, 1 or more")
@@ -160,6 +163,12 @@ class Recipe:
                 f"global_batch={self.global_batch} cannot be split into "
                 f"num_replicas={self.num_replicas} equal replicas: use a multiple of "
                 f"{self.num_replicas}"
+            )
+        examples = self.global_batch // self.num_replicas
+        if examples % self.microbatches:
+            raise ValueError(
+                f"microbatches={self.microbatches} cannot split the {examples} examples of a "
+                f"replica (global_batch / num_replicas) equally: use a divisor of {examples}"
             )
         if self.policy.eval_every and self.eval_data is None:
             raise ValueError(
@@ -182,6 +191,7 @@ class Recipe:
             "loss": describe(self.loss),
             "global_batch": self.global_batch,
             "num_replicas": self.num_replicas,
+            "microbatches": self.microbatches,
             "seed": self.seed,
             "reduction": self.reduction,
         }

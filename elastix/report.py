@@ -65,7 +65,7 @@ def start_block(info: RunInfo, name: str) -> Block:
     lookback = "the last step" if policy.lookback == "live" else snapshot
     policy_text = (
         f"{policy.min_slices} to {most} slices; after a loss go back to {lookback}; "
-        f"{_checkpoints(policy.checkpoint_every)}; "
+        f"{_checkpoints(policy)}; "
         f"patience {policy.patience:g} s"
     )
     times = policy.deadlines.items()
@@ -108,8 +108,15 @@ def _reduction(name: str) -> str:
     return f"ordered: {same}" if name == "ordered" else f"fast: not {same}"
 
 
-def _checkpoints(every: int) -> str:
-    return f"a checkpoint every {every} steps" if every else "a checkpoint at the end only"
+def _checkpoints(policy: Policy) -> str:
+    """When a checkpoint is written, and which are kept."""
+    steps, seconds = policy.checkpoint_every, policy.checkpoint_seconds
+    due = [f"every {steps} steps"] if steps else []
+    due += [f"every {seconds:g} s"] if seconds else []
+    when = f"a checkpoint {' and '.join(due) or 'at the end only'}"
+    if not policy.keep_best:
+        return when
+    return f"{when}, the newest {policy.keep_checkpoints} and the best {policy.keep_best} kept"
 
 
 # --- while it runs ----------------------------------------------------------------------------

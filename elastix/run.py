@@ -16,6 +16,7 @@ from typing import Any
 
 from elastix.arrays import Arrays
 from elastix.backends import Backend, Health, slices_of
+from elastix.checkpoints import CheckpointError
 from elastix.compile_cache import count_compiles
 from elastix.driver import Driver
 from elastix.evaluation import EvalLog, Evaluations
@@ -23,6 +24,7 @@ from elastix.event_log import EventLog
 from elastix.faults import Fault
 from elastix.feed import StreamFeed
 from elastix.jsonl import append, read_rows
+from elastix.lineage import Origin, fork, refuse_other_leaves
 from elastix.machine import (
     DataFailed,
     Done,
@@ -57,6 +59,7 @@ def train(
     backend: Backend | None = None,
     faults: Sequence[Fault] = (),
     run_dir: str | Path | None = None,
+    fork_from: Origin | None = None,
     display: Display | None = None,
     stop: threading.Event | None = None,
 ) -> Summary:
@@ -68,6 +71,7 @@ def train(
             backend was made with.
         run_dir: where checkpoints, logs and the summary go; a run that is there already is
             resumed. None keeps nothing on disk.
+        fork_from: the checkpoint of another run from which this one begins, in a new `run_dir`.
         stop: set it to end the run after the steps in flight; by default SIGTERM and the first
             Ctrl-C do, if this is the main thread.
 
@@ -88,15 +92,29 @@ def train(
     program = Program(recipe, sample, backend.devices, eval_sample)
     with contextlib.ExitStack() as stack:
         directory = None
+        if fork_from and not run_dir:
+            raise ValueError(f"fork_from={fork_from}: name the run_dir of the new run")
         if run_dir:
             numerics = {"versions": versions(), "layout": program.layout}
+            if fork_from:
+                described = (stream.fingerprint, numerics)
+                fork(fork_from, Path(run_dir), recipe, program.spec, *described)
             directory = RunDirectory.open(run_dir, recipe, stream.fingerprint, numerics)
             stack.callback(directory.close)
+            _refuse_other_leaves(directory, program)
         backend.script_faults(faults)
         stop = stop or stack.enter_context(_stop_on_signals())
         shown = QuietDisplay(display) if display else NoDisplay()
         run = _Run(recipe, program, stream, evaluated, backend, directory, shown, stop)
         return run.execute()
+
+
+def _refuse_other_leaves(directory: RunDirectory, program: Program) -> None:
+    """The identity of a recipe does not tell that the code of its model has changed."""
+    with contextlib.suppress(CheckpointError, IndexError):  # what is bad, a restore will tell
+        step = directory.store.steps()[-1]
+        leaves: Any = directory.store.metadata(step)["checkpoint"]
+        refuse_other_leaves(f"run directory {directory.path}", program.spec, leaves["leaves"])
 
 
 def default_backend() -> Backend:
@@ -141,6 +159,8 @@ class _Run:
         record = quiet(log.append)
         saver, evaluations = self._saver(), self._evaluations()
         logs = (metrics, evaluations.log) if evaluations else (metrics,)
+        if self._store:
+            self._store.hold_while(lambda: _missing_rows(*logs))
         driver = Driver(
             Arrays(self._program, backend, saver, recipe.policy),
             StreamFeed(self._stream, backend),
@@ -162,6 +182,10 @@ class _Run:
                 if closed:
                     stack.callback(closed.close)
             end = driver.run(Starting(), self._started(evaluations))
+            for written in logs:
+                written.flush()
+            if isinstance(end, Done) and (missing := _missing_rows(*logs)):
+                end = Failed(missing)
             summary = self._summarise(end, driver, metrics, evaluations)
         if self._directory:
             quiet(self._directory.write_summary)(asdict(summary))
@@ -186,6 +210,8 @@ class _Run:
         stream, num_batches = self._evaluated
         path = self._directory.evaluations if self._directory else None
         log = EvalLog(path, (self._display.evaluated,))
+        if self._store:
+            self._store.keep_best(self._recipe.policy.keep_best, log.loss)
         return Evaluations(StreamFeed(stream, self._backend), num_batches, log)
 
     def _started(self, evaluations: Evaluations | None) -> Started:
@@ -273,6 +299,11 @@ class _Run:
             versions=versions(),
             trace=self._trace if isinstance(end, Failed) else "",
         )
+
+
+def _missing_rows(*logs: MetricsLog | EvalLog) -> str | None:
+    """Why a log lacks rows on disk, if one does: a run that ends so has failed."""
+    return next((problem for log in logs if (problem := log.problem())), None)
 
 
 def _row_hook(hook: Hook) -> Callable[[Row], None]:

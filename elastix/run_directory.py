@@ -60,7 +60,7 @@ class RunDirectory:
                 _refuse_lost_rows(path, store, rows)
                 exact_from = _exact_from(rows, stored, numerics)
                 _sign(lock)
-                write_json(path / "recipe.json", _recipe_file(recipe, data, numerics, exact_from))
+                write_json(path / "recipe.json", recipe_file(recipe, data, numerics, exact_from))
             except OSError as error:
                 raise ValueError(f"run directory {path} cannot be written: {error}") from error
             undo.pop_all()
@@ -76,8 +76,12 @@ class RunDirectory:
 def write_json(path: Path, value: Any) -> None:
     """Write the whole file or nothing: through a temporary file in the same directory."""
     temporary = path.with_suffix(".tmp")
-    temporary.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
-    os.replace(temporary, path)
+    try:
+        temporary.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+        os.replace(temporary, path)
+    except OSError:
+        temporary.unlink(missing_ok=True)  # half a file would keep a full disk full
+        raise
 
 
 def _exact_from(rows: int, stored: dict[str, Any] | None, numerics: dict[str, Any]) -> int:
@@ -88,9 +92,10 @@ def _exact_from(rows: int, stored: dict[str, Any] | None, numerics: dict[str, An
     return rows + 1
 
 
-def _recipe_file(
+def recipe_file(
     recipe: Recipe, data: dict[str, Any], numerics: dict[str, Any], exact_from: int
 ) -> dict[str, Any]:
+    """What `recipe.json` holds."""
     return {
         "format_version": FORMAT_VERSION,
         "identity_sha256": recipe.identity_sha256(),

@@ -18,10 +18,10 @@ import optax
 from jax import lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array, Float, Int, PyTree
+from jaxtyping import Array, Float, Int, PyTree, Shaped
 
 from elastix.mesh import FSDP, SLICE
-from elastix.reduction import fold, sum_in_order
+from elastix.reduction import fold, sum_over_replicas
 from elastix.train_state import Leaves, StateSpec, TrainState
 
 Loss = Callable[[PyTree, dict[str, Array], Array], tuple[Array, Array, dict[str, Array]]]
@@ -74,6 +74,7 @@ class TrainStep:
     num_replicas: int
     reduction: Reduction
     learning_rate: Callable[[Array], Array] | None
+    microbatches: int = 1
 
     def __call__(self, mesh: Mesh, leaf_specs: dict[str, P]) -> Callable[[Leaves, Any], Any]:
         """`step(leaves, batch) -> (leaves, results)` on `mesh`, to be compiled.
@@ -89,7 +90,7 @@ class TrainStep:
             sums, ids = lax.optimization_barrier((sums, ids))
             if self.reduction == "ordered":
                 specs = self._gradient_specs(leaf_specs)
-                grads = sum_in_order(sums.grads, specs, mesh, self.num_replicas)
+                grads = sum_over_replicas(sums.grads, specs, mesh, self.num_replicas)
             else:
                 grads = jax.tree.map(lambda g: jnp.sum(g, axis=0), sums.grads)
             sums = replace(sums, grads=lax.optimization_barrier(grads))
@@ -104,7 +105,7 @@ class TrainStep:
     def _gradients(
         self, mesh: Mesh, work: Work
     ) -> Callable[[TrainState, dict[str, Array]], tuple[Sums, Array]]:
-        """The part of each slice: its own replicas, one after another.
+        """The part of each slice: its own replicas, one after another, each in `microbatches`.
 
         `ordered` keeps the gradient of each replica, `fast` their sum on this slice.
         """
@@ -149,8 +150,29 @@ class TrainStep:
         examples: int,
     ) -> Sums:
         """Gradients of one logical replica. Keys come from the step and the example's index in
-        the global batch, never from a device."""
+        the global batch, never from a device or a microbatch."""
         index = replica * examples + jnp.arange(examples, dtype=jnp.int32)
+        if self.microbatches == 1:
+            return self._differentiate(arrays, columns, base, index)
+        parts = jax.tree.map(lambda x: split(x, self.microbatches), (columns, index))
+
+        def add(acc, part):
+            columns, index = lax.optimization_barrier(part)
+            sums = self._differentiate(arrays, columns, base, index)
+            return jax.tree.map(lambda a, x: a + x, acc, lax.optimization_barrier(sums)), None
+
+        first = jax.tree.map(lambda x: x[0], parts)
+        like = jax.eval_shape(
+            lambda part: self._differentiate(arrays, part[0], base, part[1]), first
+        )
+        zero = jax.tree.map(lambda x: jnp.full(x.shape, -0.0, jnp.float32), like)
+        total, _ = lax.scan(add, zero, parts)
+        return jax.tree.map(lambda x, one: x.astype(one.dtype), total, like)
+
+    def _differentiate(
+        self, arrays: PyTree[Array], columns: dict[str, Array], base: Array, index: Array
+    ) -> Sums:
+        """Gradients of some examples, whose indices in the global batch are `index`."""
         keys = jax.vmap(lambda i: jax.random.fold_in(base, i))(index)
 
         def objective(arrays):
@@ -209,6 +231,17 @@ class Sums(eqx.Module):
     total: Float[Array, "..."]
     weight: Float[Array, "..."]
     metrics: dict[str, Array]
+
+
+def split(
+    column: Shaped[Array, "examples ..."], parts: int
+) -> Shaped[Array, "parts examples_of_one ..."]:
+    """The examples of a replica in equal parts, dealt out in turn.
+
+    Consecutive examples would be cheaper to explain, but lie on one device of a slice: so every
+    device has its share of each part, and no example moves.
+    """
+    return column.reshape(-1, parts, *column.shape[1:]).swapaxes(0, 1)
 
 
 def batch_spec(shape: tuple[int, ...], mesh: Mesh) -> P:

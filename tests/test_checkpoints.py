@@ -229,6 +229,48 @@ def test_retention_keeps_the_newest(store):
     assert store.steps() == (4, 5, 6)
 
 
+def save_all(store, losses):
+    """Save steps 10, 20, ...; each is evaluated, with its loss or not at all, before the next."""
+    known = {}
+    store.keep_best(2, known.get)
+    for step, loss in zip(range(10, 1000, 10), losses, strict=False):
+        store.save(step, state(step), METADATA)
+        if loss is not None:
+            known[step] = loss
+    return known
+
+
+@pytest.mark.parametrize(
+    ("losses", "kept"),
+    [
+        ([1.0, 2.0, 3.0, 4.0, 5.0, 6.0], (10, 20, 40, 50, 60)),  # the best are the oldest
+        ([6.0, 5.0, 4.0, 3.0, 2.0, 1.0], (40, 50, 60)),  # the best are among the newest
+        ([3.0, 1.0, 1.0, 1.0, 9.0, 9.0], (30, 40, 50, 60)),  # of equals, the newer ones
+        ([None, 2.0, None, 3.0, 4.0, 5.0], (20, 40, 50, 60)),  # not evaluated: never a best one
+        ([math.nan, 7.0, math.inf, 8.0, 9.0, 9.0], (20, 40, 50, 60)),
+        ([None] * 6, (40, 50, 60)),
+    ],
+)
+def test_the_best_are_kept_apart_from_the_newest(store, losses, kept):
+    save_all(store, losses)
+    assert store.steps() == kept
+    for step in kept:
+        assert_same(store.load(step)[0], state(step))
+    assert store.newest()[0].step == 60, "the best never take the place of the newest"
+
+
+def test_another_process_knows_the_best_and_its_wish_decides(store):
+    known = save_all(store, [1.0, 2.0, 3.0, 4.0, 5.0])
+    again = CheckpointStore(store.root, keep=1)
+    assert again.steps() == (10, 20, 30, 40, 50), "opening removes none"
+    again.keep_best(1, known.get)
+    again.save(60, state(60), METADATA)
+    assert again.steps() == (10, 60)
+    again.keep_best(0, known.get)
+    again.save(70, state(70), METADATA)
+    assert again.steps() == (70,)
+
+
 def test_remove(store):
     for step in (1, 2):
         store.save(step, state(step), {})
@@ -536,11 +578,11 @@ def fails(error, call, *args):
 """
 
 
-def start_child(root, body):
+def start_child(root, body, *arguments, **options):
     code = CHILD.format(repo=str(REPO)) + body
-    command = [sys.executable, "-W", "error", "-c", code, str(root)]
+    command = [sys.executable, "-W", "error", "-c", code, str(root), *arguments]
     pipe = subprocess.PIPE
-    return subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True)
+    return subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True, **options)
 
 
 FULL_DISK = """

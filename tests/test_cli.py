@@ -3,13 +3,16 @@
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from elastix import SimulatedBackend, train
 from elastix.cli import main
 from elastix.command import parse
 from elastix.overrides import override
@@ -296,6 +299,16 @@ def test_an_error_before_training_ends_with_its_traceback_too(elastix, tmp_path)
     assert not (tmp_path / "runs").exists()
 
 
+def test_the_start_tells_when_checkpoints_are_written_and_which_are_kept(elastix):
+    by_time = ["--policy.checkpoint-seconds", 90, "--policy.checkpoint-every", 0]
+    status, out, _ = elastix(*quiet_run("--steps", 2, *by_time))
+    assert status == 0 and "; a checkpoint every 90 s; patience" in out
+    status, out, _ = elastix(*quiet_run("--steps", 4, *by_time[:2]))
+    assert status == 0 and "; a checkpoint every 10 steps and every 90 s; patience" in out
+    status, out, err = elastix(*quiet_run("--steps", 6, "--policy.keep-best", 2))
+    assert (status, out, err.count("\n")) == (2, "", 1) and "set eval_every" in err
+
+
 def test_a_complete_run_is_not_trained_again(elastix, undisturbed, tmp_path):
     status, out, _ = elastix(*quiet_run())
     assert status == 0
@@ -359,3 +372,143 @@ def test_a_killed_run_ends_with_the_same_bits_when_it_is_run_again(tmp_path, und
         assert end[key] == undisturbed[key], key
     rows = [json.loads(r) for r in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == list(range(1, 41))
+
+
+# --- a disk that takes nothing more ---------------------------------------------------------------
+
+TROUBLE = """
+import os, resource, shutil
+from dataclasses import replace
+from pathlib import Path
+from tests.recipes import tiny
+
+RUN, SOFT = Path(os.environ["RUN"]), resource.getrlimit(resource.RLIMIT_FSIZE)[0]
+STORE = RUN / "checkpoints"
+
+def limit(size):
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+
+def full():  # in the middle of the next row, and of any checkpoint
+    limit((RUN / "metrics.jsonl").stat().st_size + 20)
+
+def denied():
+    STORE.chmod(0o500)
+
+def vanished():
+    shutil.move(STORE, RUN / "elsewhere")
+
+BEGIN = {"full": full, "denied": denied, "vanished": vanished}
+END = {
+    "full": lambda: limit(SOFT),
+    "denied": lambda: STORE.chmod(0o700),
+    "vanished": lambda: shutil.move(RUN / "elsewhere", STORE),
+}
+
+def trouble(row):
+    if row["step"] == 12 and os.environ["TROUBLE"]:
+        BEGIN[os.environ["TROUBLE"]]()
+
+def recipe():
+    return replace(tiny.recipe(), hooks=(trouble,))
+"""
+
+UNPRIVILEGED = """
+import ctypes, os, sys
+for capability in (1, 2):  # of root, to write and to read what is not permitted
+    ctypes.CDLL(None).prctl(24, capability, 0, 0, 0)
+os.execv(sys.executable, [sys.executable, *sys.argv[1:]])
+"""
+
+
+def troubled(tmp_path, trouble: str, *arguments: object) -> subprocess.CompletedProcess:
+    """Python with these arguments, whose run has this trouble from step 12 on."""
+    (tmp_path / "troubled.py").write_text(TROUBLE)
+    env = environment(TROUBLE=trouble, RUN=str(tmp_path / "run"))
+    command = [sys.executable, "-c", UNPRIVILEGED, *map(str, arguments)]
+    return subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
+
+
+@pytest.mark.parametrize("trouble", ["full", "denied", "vanished"])
+def test_a_run_whose_last_checkpoint_cannot_be_written_has_failed(tmp_path, undisturbed, trouble):
+    options = ["--compile-cache", tmp_path / "cache", "--run-dir", tmp_path / "run"]
+    command = ["-m", "elastix", "run", "troubled.py", *options]
+    ended = troubled(tmp_path, trouble, *command)
+    why = {"full": "metrics.jsonl lacks rows, File too large", "denied": "Permission denied"}
+    last = ended.stderr.splitlines()[-1]
+    assert ended.returncode == 1, ended.stderr
+    assert last.startswith("elastix: failed: the last checkpoint could not be written: step 40 ")
+    assert why.get(trouble, "is gone") in last
+    assert re.search(r"the checkpoint of step [12]\d was not written: ", ended.stdout)
+    store = tmp_path / "run" / ("elsewhere" if trouble == "vanished" else "checkpoints")
+    left = [p.name for p in store.iterdir() if not p.name.isdigit()]
+    if trouble == "denied":  # nor may anything be removed, but what was in the way is
+        left = [p for name in left for p in (store / name).iterdir()]
+    assert left == [], "no temporary files are left"
+    rows = (tmp_path / "run/metrics.jsonl").read_text()
+    assert rows.endswith("\n") and rows.count("\n") == (12 if trouble == "full" else 40)
+    assert ended.stderr.count("metrics.jsonl cannot be written") == (trouble == "full")
+    # When the disk is well again, the same command ends with the same bits.
+    if trouble == "denied":
+        store.chmod(0o700)
+    again = troubled(tmp_path, "", *command)
+    assert (again.returncode, again.stderr) == (0, "")
+    assert summary(tmp_path / "run")["state_sha256"] == undisturbed["state_sha256"]
+    rows = [json.loads(r) for r in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == list(range(1, 41))
+
+
+OVERCOME = """
+import sys, jax
+jax.config.update("jax_num_cpu_devices", 8)
+from elastix import SimulatedBackend, train
+from elastix.machine import SaveFailed
+from elastix.summary import NoDisplay
+from troubled import END, RUN, recipe, os
+
+class Until(NoDisplay):
+    failed = 0
+
+    def event(self, before, event, after):
+        if isinstance(event, SaveFailed) and not self.failed:
+            self.failed = event.step
+            END[os.environ["TROUBLE"]]()
+
+until = Until()
+summary = train(recipe(), backend=SimulatedBackend(4, 2), run_dir=RUN, display=until)
+assert 10 <= until.failed < 40, until.failed
+print(summary.exit_status, summary.state_sha256, *sorted(os.listdir(RUN / "checkpoints"))[-1:])
+"""
+
+
+@pytest.mark.parametrize("trouble", ["full", "denied", "vanished"])
+def test_a_run_outlives_a_disk_that_is_well_again(tmp_path, undisturbed, trouble):
+    """The trouble ends with the first save that failed."""
+    ended = troubled(tmp_path, trouble, "-c", OVERCOME)
+    assert ended.stdout.split() == ["0", undisturbed["state_sha256"], "40"], ended.stderr
+    assert all(p.name.isdigit() for p in (tmp_path / "run/checkpoints").iterdir())
+    rows = [json.loads(r) for r in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == list(range(1, 41))
+    assert [row["loss"] for row in rows] == undisturbed["losses"]
+    told = [line for line in ended.stderr.splitlines() if "metrics.jsonl" in line]
+    assert [line.split(" ")[2:4] for line in told] == (
+        [["cannot", "be"], ["is", "written"]] if trouble == "full" else []
+    )
+
+
+def test_a_run_that_lacks_the_row_of_its_last_evaluation_has_failed(tmp_path):
+    """Its checkpoint is there; the same command evaluates the last step again."""
+    run_dir = tmp_path / "run"
+
+    def hook(row):
+        if row["step"] == 12:
+            (run_dir / "evaluations.jsonl").unlink()
+
+    recipe = replace(
+        tiny.recipe(), num_steps=12, eval_data=tiny.Points(16), hooks=(hook,),
+        policy=replace(tiny.recipe().policy, eval_every=6),
+    )  # fmt: skip
+    ended = train(recipe, backend=SimulatedBackend(4, 2), run_dir=run_dir)
+    assert (ended.outcome, ended.exit_status) == ("failed", 1)
+    assert ended.reason == "evaluations.jsonl lacks rows, the file was removed: make room"
+    again = train(recipe, backend=SimulatedBackend(4, 2), run_dir=run_dir)
+    assert again.outcome == "done" and [r["step"] for r in again.evaluations] == [12]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 
@@ -30,11 +31,15 @@ from elastix.machine import (
     RunStep,
     Save,
     Saved,
+    SaveFailed,
     Saving,
     SlicesLost,
+    Snapshot,
     Snapshotted,
     Source,
     Stable,
+    Started,
+    Starting,
     StepStuck,
     Stopping,
     Tier,
@@ -302,6 +307,117 @@ def test_a_save_that_is_there_already_is_owed_no_more():
     assert save(replace(written, save_owed=False), host(50)) == (written, ())
 
 
+# --- checkpoints by time --------------------------------------------------------------------------
+
+BY_TIME = replace(POLICY, checkpoint_every=0, checkpoint_seconds=30.0)
+
+
+def timed(saved_at: float = 100.0, **changes):
+    return ledger(sources=(SEED, host(40)), saved_at=saved_at, **changes)
+
+
+def taken(step: int):
+    """The snapshot of `step` was asked for."""
+    return training(step, owed=step, asked=Snapshot(EPOCH, step), ledger=timed())
+
+
+def dispatched(book, at: float, policy: Policy = BY_TIME):
+    before = training(45, asked=RunStep(EPOCH, 46), ledger=book)
+    return on(before, Dispatched, policy, at=at, step=46)
+
+
+def test_a_process_counts_the_seconds_from_its_start():
+    given = dict(epoch=0, num_steps=9, slices=ALL, up=ALL, sources=(SEED,), durable=True)
+    state, _ = on(Starting(), Started, BY_TIME, at=70.0, **given)
+    assert state.ledger.saved_at == 70.0
+    state, _ = on(Starting(), Started, at=70.0, **given)
+    assert state.ledger.saved_at == 0.0, "nobody asks, and states that do the same are the same"
+
+
+def test_a_step_dispatched_after_so_many_seconds_is_saved():
+    state, effects = dispatched(timed(), at=129.9)
+    assert state.owed is None and effects == (RunStep(EPOCH, 47),)
+    state, effects = dispatched(timed(), at=130.0)
+    assert state.owed == 46 and effects == (), "it is read first"
+    state, effects = on(state, Committed, BY_TIME, at=131.0, step=46)
+    assert effects == (Snapshot(EPOCH, 46),)
+    state, effects = on(state, Snapshotted, BY_TIME, at=132.0, step=46, holders=ALL)
+    assert Save(EPOCH, 46, 2) in effects
+    assert state.ledger.saved_at == 132.0 and state.ledger.saving.step == 46
+
+
+@pytest.mark.parametrize("changes", [{"durable": False}, {"saving": Saving(40, EPOCH, 0)}])
+def test_time_asks_for_nothing_where_nothing_can_be_begun(changes):
+    state, effects = dispatched(timed(**changes), at=1000.0)
+    assert state.owed is None and effects == (RunStep(EPOCH, 47),)
+
+
+def test_a_snapshot_taken_for_another_reason_is_saved_when_the_time_has_come():
+    _, effects = on(taken(50), Snapshotted, BY_TIME, at=140.0, step=50, holders=ALL)
+    assert Save(EPOCH, 50, 2) in effects
+    state, effects = on(taken(50), Snapshotted, BY_TIME, at=120.0, step=50, holders=ALL)
+    assert effects == (RunStep(EPOCH, 51),) and state.ledger.saved_at == 100.0
+
+
+def test_steps_and_seconds_go_together_and_a_save_of_either_counts():
+    both = replace(BY_TIME, checkpoint_every=50)
+    state, effects = on(taken(50), Snapshotted, both, at=101.0, step=50, holders=ALL)
+    assert Save(EPOCH, 50, 2) in effects and state.ledger.saved_at == 101.0
+
+
+def saved_at(at: float, event=Saved, **fields):
+    book = timed(saving=Saving(40, EPOCH, 0))
+    book = replace(book, sources=(*book.sources, host(45)))
+    return on(training(45, 46, ledger=book), event, BY_TIME, at=at, step=40, **fields)
+
+
+def test_continuous_saves_follow_each_other_from_the_newest_snapshot():
+    state, effects = saved_at(129.0)
+    assert effects == () and state.ledger.saving is None
+    state, effects = saved_at(130.0)
+    assert effects == (Save(EPOCH, 45, 1),)
+    assert (state.ledger.saving.step, state.ledger.saved_at) == (45, 130.0)
+    book = replace(state.ledger, saved_at=100.0, sources=(SEED, host(45)))
+    state, effects = on(training(45, 46, ledger=book), Saved, BY_TIME, at=150.0, step=45)
+    assert effects == (), "the newest is on disk: the next step is due"
+    assert dispatched(state.ledger, at=150.0)[0].owed == 46
+
+
+def test_a_failed_save_is_not_tried_again_before_the_next_step():
+    state, effects = saved_at(150.0, SaveFailed, reason="disk full")
+    assert effects == () and state.ledger.saving is None
+    assert dispatched(state.ledger, at=150.0)[0].owed == 46
+
+
+def test_what_is_owed_since_a_save_is_under_way_asks_for_no_snapshot():
+    """It begins from the newest snapshot when the other has ended: not each step needs one."""
+    book = timed(saving=Saving(40, EPOCH, 0), save_owed=True)
+    state, effects = dispatched(book, at=101.0, policy=POLICY)
+    assert state.owed is None and effects == (RunStep(EPOCH, 47),)
+    state, _ = dispatched(replace(book, saving=None), at=101.0, policy=POLICY)
+    assert state.owed == 46
+
+
+def saves(checkpoint_seconds: float, snapshot_every: int = 100) -> list[float]:
+    """When saves of 2.5 s ended, in a run of 21 steps of a second by the simulator's clock."""
+    policy = Policy(
+        checkpoint_every=0, snapshot_every=snapshot_every, checkpoint_seconds=checkpoint_seconds
+    )
+    result = simulate(Schedule(2, 21, policy, save_seconds=2.5))
+    assert result.violation is None
+    events = [event for rows in result.processes for event, _, _ in rows]
+    return [event.at for event in events if isinstance(event, Saved)]
+
+
+def test_a_run_by_time_saves_as_often_as_it_says():
+    assert len(saves(1000.0)) == 1, "the last step always"
+    # A step is dispatched two before it is read, which is when it can be saved.
+    ended = saves(6.0)
+    assert len(ended) == 3 and all(6.0 <= b - a <= 6.0 + 3.5 for a, b in pairwise(ended[:-1]))
+    ended = saves(1e-6, snapshot_every=1)
+    assert all(b - a < 2.6 for a, b in pairwise(ended[1:])), "continuous: without a pause"
+
+
 # --- what must be kept ----------------------------------------------------------------------------
 
 
@@ -346,7 +462,9 @@ def test_a_save_that_was_owed_begins_from_slices_that_will_be_taken_away():
     ("field", "value"),
     [
         ("checkpoint_every", -1),
+        ("checkpoint_seconds", -1.0),
         ("keep_checkpoints", 0),
+        ("keep_best", -1),
         ("eval_every", -1),
         ("max_losses", 0),
         ("stable_probes", 0),
@@ -360,6 +478,12 @@ def test_each_bound_of_a_policy_is_kept(field, value):
         replace(POLICY, **{field: value})
     lowest = {"keep_checkpoints": 1, "max_losses": 1, "stable_probes": 1, "probe_every": 0.1}
     assert replace(POLICY, **{field: lowest.get(field, 0)})
+
+
+def test_the_best_cannot_be_kept_of_a_run_that_is_not_evaluated():
+    with pytest.raises(ValueError, match=r"policy.keep_best=2 but eval_every=0: set eval_every"):
+        replace(POLICY, keep_best=2)
+    assert replace(POLICY, keep_best=2, eval_every=5)
 
 
 # --- the driver -----------------------------------------------------------------------------------

@@ -44,6 +44,17 @@ def runs_elastix(words: list[str], tmp_path: Path) -> None:
     if words[1] == "simulate":
         assert main(words[1:]) == 0
         return
+    if words[1] == "data":
+        corpus = tmp_path / "corpus.jsonl"
+        corpus.write_text('{"text": "to be or not to be"}\n' * 99)
+        out = str(tmp_path / "packed")
+        here = {corpus.name: str(corpus), "tokenizer.json": "bytes", "data/corpus": out}
+        assert main([here.get(word, word) for word in words[1:]]) == 0
+        return
+    if words[1] == "checkpoints":
+        elastix.train(tiny.recipe(), run_dir=tmp_path)
+        assert main(["checkpoints", str(tmp_path), *words[3:]]) == 0
+        return
     if words[1] == "replay":
         elastix.train(tiny.recipe(), run_dir=tmp_path)
         assert main(["replay", str(tmp_path), *words[3:]]) == 0
@@ -77,7 +88,9 @@ RUNNERS = {"make": runs_make, "elastix": runs_elastix, "uv": runs_uv}
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_each_command_runs(command, tmp_path):
+def test_each_command_runs(command, tmp_path, monkeypatch):
+    if "data pack" in command:
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     words = shlex.split(command)
     RUNNERS[words[0]](words, tmp_path)
 
@@ -87,7 +100,8 @@ def test_the_recipe_is_the_one_of_the_quickstart():
 
 
 @pytest.mark.parametrize("code", SCRIPTS)
-def test_each_block_of_python_runs(code, capsys):
+def test_each_block_of_python_runs(code, capsys, monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     exec(code.replace("from recipes.quickstart import recipe", "recipe = long_recipe"), globals())
     assert capsys.readouterr().out
 

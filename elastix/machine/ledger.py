@@ -96,20 +96,32 @@ def choose_mesh(ledger: Ledger, members: Slices, policy: Policy) -> Slices:
     return frozenset(ranked[: policy.max_slices])
 
 
-def snapshot_due(step: int, ledger: Ledger, policy: Policy) -> bool:
+def snapshot_due(step: int, at: float, ledger: Ledger, policy: Policy) -> bool:
     owed = ledger.save_owed and ledger.saving is None
     return (
         step == ledger.num_steps
         or owed
         or _divides(policy.snapshot_every, step)
-        or (checkpoint_due(step, ledger, policy))
+        or (ledger.durable and _save_due(step, at, ledger, policy))
     )
 
 
-def checkpoint_due(step: int, ledger: Ledger, policy: Policy) -> bool:
-    return ledger.durable and (
-        ledger.save_owed or step == ledger.num_steps or _divides(policy.checkpoint_every, step)
+def checkpoint_due(step: int, at: float, ledger: Ledger, policy: Policy) -> bool:
+    return ledger.durable and (ledger.save_owed or _save_due(step, at, ledger, policy))
+
+
+def _save_due(step: int, at: float, ledger: Ledger, policy: Policy) -> bool:
+    return (
+        step == ledger.num_steps
+        or _divides(policy.checkpoint_every, step)
+        or save_overdue(at, ledger, policy)
     )
+
+
+def save_overdue(at: float, ledger: Ledger, policy: Policy) -> bool:
+    """Whether `checkpoint_seconds` have passed since the last save was begun, and it has ended."""
+    seconds = policy.checkpoint_seconds
+    return seconds > 0 and ledger.saving is None and at - ledger.saved_at >= seconds
 
 
 def evaluation_due(step: int, ledger: Ledger, policy: Policy) -> bool:
@@ -151,6 +163,14 @@ def save(ledger: Ledger, source: Source) -> tuple[Ledger, Effects]:
     saving = Saving(source.step, ledger.epoch, holder)
     ledger = replace(ledger, saving=saving, save_owed=False)
     return ledger, (Save(ledger.epoch, source.step, holder),)
+
+
+def save_at(ledger: Ledger, source: Source, at: float, policy: Policy) -> tuple[Ledger, Effects]:
+    """`save`, and note when it was begun, if the policy counts from there."""
+    ledger, effects = save(ledger, source)
+    if effects and policy.checkpoint_seconds:
+        ledger = replace(ledger, saved_at=at)
+    return ledger, effects
 
 
 def newest_snapshot(sources: tuple[Source, ...]) -> tuple[Source, ...]:

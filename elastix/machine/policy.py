@@ -36,8 +36,14 @@ class Policy:
     """Steps between host-memory snapshots: at most this many are redone after a loss."""
     checkpoint_every: int = 100
     """Steps between checkpoints on disk; the last step is always saved. 0: only the last."""
+    checkpoint_seconds: float = 0.0
+    """A checkpoint is also due when so many seconds have passed since the last one was begun; with
+    a tiny value the next is begun as soon as the last is durable. 0: steps alone decide."""
     keep_checkpoints: int = 3
     """Newest checkpoints to keep on disk."""
+    keep_best: int = 0
+    """Checkpoints of the lowest evaluation loss to keep besides the newest; those of steps without
+    an evaluation never count."""
     eval_every: int = 0
     """Steps between evaluations; the last step is evaluated too. 0: none."""
     max_losses: int = 10
@@ -89,7 +95,9 @@ class Policy:
         self._at_least("inflight", 1)
         self._at_least("snapshot_every", 1)
         self._at_least("checkpoint_every", 0)
+        self._at_least("checkpoint_seconds", 0)
         self._at_least("keep_checkpoints", 1)
+        self._at_least("keep_best", 0)
         self._at_least("eval_every", 0)
         self._at_least("max_losses", 1)
         self._at_least("stable_probes", 1)
@@ -102,6 +110,11 @@ class Policy:
             raise ValueError(
                 f"policy.max_slices={self.max_slices} is below min_slices={self.min_slices}: "
                 "raise the one or lower the other"
+            )
+        if self.keep_best and not self.eval_every:
+            raise ValueError(
+                f"policy.keep_best={self.keep_best} but eval_every=0: set eval_every, so that "
+                "there is a loss to tell the best by, or set keep_best=0"
             )
         self._one_of("lookback", ("live", "host"))
         self._one_of("on_nonfinite", ("fail", "continue"))

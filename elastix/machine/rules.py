@@ -17,7 +17,7 @@ from elastix.machine.ledger import (
     health,
     host_source,
     progressed,
-    save,
+    save_at,
     snapshot_due,
     steadier,
 )
@@ -90,6 +90,7 @@ def start(state: Starting, event: Started, policy: Policy) -> Step:
         durable=event.durable,
         sources=event.sources,
         evaluated=event.evaluated,
+        saved_at=event.at if policy.checkpoint_seconds else 0.0,
     )
     return resume_or_wait(ledger, frozenset(), event, policy)
 
@@ -106,7 +107,7 @@ def prepared(state: Restoring, event: Prepared, policy: Policy) -> Step:
     covered = state.source.tier is Tier.SEED or (snapshot and state.mesh <= snapshot.holders)
     effects: Effects = ()
     if snapshot and ledger.save_owed:
-        ledger, effects = save(ledger, snapshot)
+        ledger, effects = save_at(ledger, snapshot, event.at, policy)
     owed = None if covered else step
     training = Training(ledger, state.mesh, step, step, name, step, owed)
     nxt, more = advance(training, event, policy)
@@ -128,7 +129,7 @@ def dispatch(state: Training, event: Dispatched, policy: Policy) -> Step:
     """The step is in flight; the next may follow, unless its snapshot comes first."""
     if state.asked != RunStep(state.ledger.epoch, event.step):
         raise ProtocolError(f"step {event.step} was dispatched, and {state.asked} was asked for")
-    due = snapshot_due(event.step, state.ledger, policy)
+    due = snapshot_due(event.step, event.at, state.ledger, policy)
     owed = event.step if due else None
     state = Training(
         state.ledger,
@@ -172,8 +173,8 @@ def publish(state: Training | Finishing, event: Snapshotted, policy: Policy) -> 
     if isinstance(state, Finishing):
         return conclude(replace(state, ledger=ledger))
     effects: Effects = ()
-    if checkpoint_due(event.step, ledger, policy):
-        ledger, effects = save(ledger, new)
+    if checkpoint_due(event.step, event.at, ledger, policy):
+        ledger, effects = save_at(ledger, new, event.at, policy)
     state = replace(state, ledger=ledger, owed=None, asked=None)
     nxt, more = advance(state, event, policy)
     return nxt, effects + more

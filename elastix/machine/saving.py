@@ -7,7 +7,8 @@ from dataclasses import replace
 from elastix.machine.ledger import (
     NONE,
     forgive,
-    save,
+    save_at,
+    save_overdue,
 )
 from elastix.machine.messages import (
     Saved,
@@ -41,7 +42,8 @@ def saved(state: Live, event: Saved, policy: Policy) -> Step:
     others = [s for s in ledger.sources if s.tier is not Tier.DISK]
     kept = disk[-policy.keep_checkpoints :]
     ledger = forgive(replace(ledger, saving=None, sources=(*others, *kept)))
-    return _after_save(replace(state, ledger=ledger))
+    overdue = save_overdue(event.at, ledger, policy)
+    return _after_save(replace(state, ledger=ledger), event, policy, overdue)
 
 
 def save_failed(state: Live, event: SaveFailed, policy: Policy) -> Step:
@@ -55,24 +57,28 @@ def save_failed(state: Live, event: SaveFailed, policy: Policy) -> Step:
         return Failed(state.reason or unsaved), NONE
     if isinstance(state, Finishing) and event.step == state.train_state.step:
         return Failed(f"the last checkpoint could not be written: {event.reason}"), NONE
-    return _after_save(replace(state, ledger=replace(state.ledger, saving=None)))
+    return _after_save(replace(state, ledger=replace(state.ledger, saving=None)), event, policy)
 
 
 def _answers(saving: Saving | None, event: Saved | SaveFailed) -> bool:
     return saving is not None and (saving.step, saving.epoch) == (event.step, event.epoch)
 
 
-def _after_save(state: Live) -> Step:
-    """A save that had to wait for this one begins now, from the newest snapshot."""
+def _after_save(
+    state: Live, event: Saved | SaveFailed, policy: Policy, overdue: bool = False
+) -> Step:
+    """A save that had to wait for this one begins now, from the newest snapshot. One that time
+    alone asks for does not after a failure: a full disk would be tried without a pause."""
     if isinstance(state, Finishing):
         return conclude(state)
     if isinstance(state, Stopping):
         return settle(state.ledger, state.reason)
     ledger = state.ledger
     newest = max((s for s in ledger.sources if s.tier is Tier.HOST), default=None, key=_step)
-    if not (ledger.save_owed and newest and newest.holders & (ledger.up | ledger.noticed)):
+    wanted = ledger.save_owed or overdue
+    if not (wanted and newest and newest.holders & (ledger.up | ledger.noticed)):
         return state, NONE
-    ledger, effects = save(ledger, newest)
+    ledger, effects = save_at(ledger, newest, event.at, policy)
     return replace(state, ledger=ledger), effects
 
 

@@ -113,6 +113,8 @@ class Ledger:
     sources: tuple[Source, ...]
     epoch: int = 0
     saving: Saving | None = None
+    saved_at: float = 0.0
+    """When the last save was begun, or the process; only kept for `Policy.checkpoint_seconds`."""
     save_owed: bool = False
     losses: int = 0
     stuck: int = 0

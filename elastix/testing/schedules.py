@@ -213,12 +213,16 @@ def random_schedule(seed: int, slices: int = 4) -> Schedule:
     policy = _policy(rng, num_slices, grows, deadline)
     if any(phase is Phase.EVALUATION for phase, _ in cells):
         policy = replace(policy, eval_every=rng.randint(1, 3))
+    policy = replace(policy, checkpoint_every=1) if rots and grows else policy
+    save_seconds = rng.choice((0.1, 0.7, 2.5, 6.0))
+    if rng.random() < 0.1:
+        policy = replace(policy, checkpoint_seconds=rng.choice((0.001, 2.5, 6.0)))
     return Schedule(
         num_slices=num_slices,
         num_steps=num_steps,
-        policy=replace(policy, checkpoint_every=1) if rots and grows else policy,
+        policy=policy,
         faults=tuple(faults),
-        save_seconds=rng.choice((0.1, 0.7, 2.5, 6.0)),
+        save_seconds=save_seconds,
         on_disk=tuple(on_disk),
         durable=durable,
     )

@@ -50,6 +50,7 @@ def policies(
         inflight=draw(st.integers(1, INFLIGHT)),
         snapshot_every=draw(st.integers(1, 5)),
         checkpoint_every=draw(st.sampled_from((0, 1, 2, 3, 5))),
+        checkpoint_seconds=draw(st.sampled_from((0.0, 0.0, 0.001, 2.5, 6.0))),
         keep_checkpoints=draw(st.integers(1, 3)),
         max_losses=max_losses,
         probe_every=draw(st.sampled_from((0.5, 2.0, 5.0))),

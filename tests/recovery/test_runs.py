@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 
 from elastix import Lose, Policy, Return, SimulatedBackend, train
-from elastix.checkpoints import CheckpointStore
-from elastix.machine import Waiting
+from elastix.checkpoints import CheckpointReader, CheckpointStore
+from elastix.machine import Saved, Waiting
 from elastix.summary import NoDisplay
-from tests.recipes.net import recipe
+from tests.recipes.net import WavesConfig, loss, recipe
 
 NET = recipe()
 
@@ -164,6 +164,45 @@ def test_a_damaged_newest_checkpoint_is_set_aside_and_the_older_one_used(undistu
     assert [
         a.step for a in CheckpointStore(tmp_path / "run/checkpoints", keep=3).set_aside_list()
     ] == [30]
+
+
+def worse_and_worse(model, batch, keys):
+    """An evaluation that grows while the model learns."""
+    total, weight, metrics = loss(model, batch, keys)
+    return -total, weight, metrics
+
+
+class Saves(NoDisplay):
+    """Keeps the steps that became durable."""
+
+    def __init__(self):
+        self.steps = set()
+
+    def event(self, before, event, after):
+        if isinstance(event, Saved):
+            self.steps.add(event.step)
+
+
+def test_the_best_and_the_newest_are_kept_apart_and_known_after_a_resume(undisturbed, tmp_path):
+    path, saves = tmp_path / "run", Saves()
+    policy = replace(NET.policy, checkpoint_every=5, eval_every=5, keep_checkpoints=1, keep_best=2)
+    recipe = replace(NET, policy=policy, eval_data=WavesConfig(size=24), eval_loss=worse_and_worse)
+
+    def kept():
+        return CheckpointReader(path / "checkpoints").steps()
+
+    def expected(summary):
+        known = {r["step"]: r["loss"] for r in summary.evaluations if r["step"] in saves.steps}
+        best = sorted(known, key=lambda step: known[step])[:2]
+        return tuple(sorted({*best, summary.steps}))
+
+    half = run(replace(recipe, num_steps=20), run_dir=path, display=saves)
+    assert kept() == expected(half)
+    whole = run(recipe, Lose(1, step=33), run_dir=path, display=saves)
+    assert_same(whole, undisturbed)
+    assert whole.resumed_at == 20, "the newest, though it is the worst"
+    assert kept() == expected(whole)
+    assert len(kept()) == 3 and kept()[1] <= 20, "the best of the first process are kept"
 
 
 def test_the_files_of_a_run(tmp_path):

@@ -1,0 +1,122 @@
+"""Runs that begin from a checkpoint of another run, and train states that do not fit a recipe."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, replace
+
+import pytest
+
+from elastix import AdamW, SimulatedBackend, train
+from elastix.backends.simulated import VirtualClock
+from elastix.cli import main
+from elastix.lineage import Origin
+from tests.recipes import net
+
+NET = replace(
+    net.recipe(),
+    eval_data=net.WavesConfig(size=48),
+    policy=replace(net.recipe().policy, eval_every=10),
+)
+
+
+def run(recipe=NET, **options):
+    backend = SimulatedBackend(4, 2, clock=VirtualClock())
+    return train(recipe, backend=backend, **options)
+
+
+@pytest.fixture(scope="module")
+def origin(tmp_path_factory):
+    path = tmp_path_factory.mktemp("origin") / "run"
+    return path, run(run_dir=path)
+
+
+def rows(path, name):
+    return [json.loads(line) for line in (path / name).read_text().splitlines()]
+
+
+def test_a_fork_of_the_same_recipe_ends_with_the_same_bits(origin, tmp_path):
+    path, whole = origin
+    before = {p: p.stat().st_mtime_ns for p in path.rglob("*")}
+    summary = run(run_dir=tmp_path / "fork", fork_from=Origin(path, 20))
+    assert summary.resumed_at == 20 and summary.state_sha256 == whole.state_sha256
+    assert summary.consumed == whole.consumed and summary.losses == whole.losses
+    assert [r["step"] for r in rows(tmp_path / "fork", "metrics.jsonl")] == list(range(1, 41))
+    assert [r["step"] for r in rows(tmp_path / "fork", "evaluations.jsonl")] == [10, 20, 30, 40]
+    assert {p: p.stat().st_mtime_ns for p in path.rglob("*")} == before, "nothing there changed"
+
+
+def test_a_fork_may_go_another_way_and_resumes_like_any_run(origin, tmp_path):
+    path, whole = origin
+    other = replace(NET, optimizer=AdamW(peak=3e-3, warmup=5, decay=60), num_steps=30)
+    first = run(other, run_dir=tmp_path / "fork", fork_from=Origin(path, 20))
+    assert first.losses[:20] == whole.losses[:20] and first.losses[25:] != whole.losses[25:30]
+    longer = replace(other, num_steps=36)
+    second = run(longer, run_dir=tmp_path / "fork", fork_from=Origin(path, 20))
+    assert second.outcome == "done" and second.resumed_at == 30
+    assert second.losses[:30] == first.losses
+
+
+@dataclass(frozen=True)
+class Wider(net.NetConfig):
+    hidden: int = 32
+
+
+@pytest.mark.parametrize(
+    ("recipe", "step", "message"),
+    [
+        (NET, 15, r"there is no such checkpoint \(there are: 20, 30, 40\)"),
+        (replace(NET, model=Wider()), 20, r"not that of the recipe: .*\.first is float32\[8, 16\]"),
+        (replace(NET, num_steps=10), 20, "num_steps=10 is less than its step"),
+    ],
+)
+def test_a_fork_that_cannot_be_is_refused_and_makes_nothing(
+    origin, tmp_path, recipe, step, message
+):
+    with pytest.raises(ValueError, match=message):
+        run(recipe, run_dir=tmp_path / "fork", fork_from=Origin(origin[0], step))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_directory_that_holds_another_run_is_refused(origin, tmp_path):
+    path, _ = origin
+    run(run_dir=tmp_path / "fork", fork_from=Origin(path, 30))
+    with pytest.raises(ValueError, match=r"was forked from .*@30: choose another"):
+        run(run_dir=tmp_path / "fork", fork_from=Origin(path, 20))
+    run(replace(NET, num_steps=2), run_dir=tmp_path / "plain")
+    with pytest.raises(ValueError, match="already: choose an empty or a new directory"):
+        run(run_dir=tmp_path / "plain", fork_from=Origin(path, 20))
+    with pytest.raises(ValueError, match="name the run_dir"):
+        run(fork_from=Origin(path, 20))
+
+
+def test_a_damaged_origin_is_refused(origin, tmp_path):
+    import shutil
+
+    shutil.copytree(origin[0], tmp_path / "origin")
+    for file in (tmp_path / "origin/checkpoints/20").rglob("*"):
+        if file.is_file() and file.stat().st_size > 1000:
+            file.write_bytes(file.read_bytes()[:-100])
+    with pytest.raises(ValueError, match="--fork .*@20: "):
+        run(run_dir=tmp_path / "fork", fork_from=Origin(tmp_path / "origin", 20))
+    assert not (tmp_path / "fork").exists()
+
+
+def test_a_model_whose_code_changed_is_refused_with_the_leaves(origin, tmp_path):
+    """Its identity is the same, since that is of values; the leaves are told apart by path."""
+    run(replace(NET, num_steps=10), run_dir=tmp_path / "run")
+    stored = json.loads((tmp_path / "run/recipe.json").read_text())
+    stored["identity"]["model"]["type"] = "tests.recovery.test_fork.Wider"
+    stored["identity"]["model"]["hidden"] = 32
+    (tmp_path / "run/recipe.json").write_text(json.dumps(stored))
+    with pytest.raises(ValueError, match=r"not that of the recipe: .*and the recipe has"):
+        run(replace(NET, model=Wider()), run_dir=tmp_path / "run")
+
+
+@pytest.mark.parametrize("text", ["", "runs/x", "runs/x@", "@3", "runs/x@two"])
+def test_what_names_no_checkpoint_is_one_line_and_status_2(text, capsys, tmp_path):
+    where = str(tmp_path / "run")
+    assert main(["run", "tests/recipes/tiny.py", "--fork", text, "--run-dir", where]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and "write DIR@STEP" in error
+    assert not (tmp_path / "run").exists()
