@@ -189,19 +189,29 @@ def _groups(line: str) -> list[list[int]]:
     plain = re.search(r"replica_groups=\{(\{[\d,{}]*\})\}", line)
     if plain:
         return [[int(d) for d in g.split(",")] for g in re.findall(r"\{([\d,]+)\}", plain.group(1))]
-    mesh = re.search(r"replica_groups=mesh\[([^\]]*)\] \{([^}]*)\}", line)
+    ids = r"(?:, device_ids=\(\[([\d,]+)\]T\(([\d,]+)\)\))?"
+    mesh = re.search(rf"replica_groups=mesh\[([^\]]*)\]{ids} \{{([^}}]*)\}}", line)
     if mesh:
-        sizes = dict(re.findall(r"('\w+')=(\d+)", mesh.group(1)))
-        inside = mesh.group(2).split(",")
+        sizes = {name: int(size) for name, size in re.findall(r"('\w+')=(\d+)", mesh.group(1))}
+        inside = mesh.group(4).split(",")
         names = [name for name in sizes if name not in inside] + inside
-        ids = np.arange(prod(map(int, sizes.values()))).reshape([int(n) for n in sizes.values()])
-        ids = ids.transpose([list(sizes).index(name) for name in names])
-        return ids.reshape(-1, prod(int(sizes[name]) for name in inside)).tolist()
+        devices = _iota(mesh.group(2) or str(prod(sizes.values())), mesh.group(3))
+        devices = devices.reshape(list(sizes.values()))
+        devices = devices.transpose([list(sizes).index(n) for n in names])
+        return devices.reshape(-1, prod(sizes[name] for name in inside)).tolist()
     iota = re.search(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", line)
     assert iota, f"no device groups in: {line}"
-    shape, dims, order = ([int(x) for x in (g or "").split(",") if x] for g in iota.groups())
-    ids = np.arange(prod(dims)).reshape(dims)
-    return (ids.transpose(order) if order else ids).reshape(shape).tolist()
+    return _iota(iota.group(2), iota.group(3)).reshape(_numbers(iota.group(1))).tolist()
+
+
+def _iota(dims: str, order: str | None) -> np.ndarray:
+    """All device ids, in an array of these dims, transposed."""
+    ids = np.arange(prod(_numbers(dims))).reshape(_numbers(dims))
+    return ids.transpose(_numbers(order)) if order else ids
+
+
+def _numbers(text: str) -> list[int]:
+    return [int(number) for number in text.split(",")]
 
 
 def _slice(device: int | str) -> int:

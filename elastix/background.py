@@ -35,10 +35,9 @@ def start(do: Callable[..., Any], *args: Any) -> Future[Any]:
 
 
 @atexit.register
-def still_running() -> bool:
-    """Whether a thread that was started still runs after some seconds. Python up to 3.13 aborts
-    the process when it ends while a daemon is inside C++: then leave by `os._exit`."""
-    return bool(wait(tuple(_unfinished), timeout=_PATIENCE).not_done)
+def _finish() -> None:
+    """Python up to 3.13 aborts the process when it ends while a daemon is inside C++."""
+    wait(tuple(_unfinished), timeout=_PATIENCE)
 
 
 def wait_for(

@@ -155,8 +155,7 @@ class CheckpointStore(CheckpointReader):
         self._hindrance: Callable[[], str | None] = lambda: None
         try:
             self.root.mkdir(parents=True, exist_ok=True)
-            for _, path in self._temporaries():
-                shutil.rmtree(path)
+            self._remove_temporaries()
             probe = self.root / ".elastix-probe"
             probe.write_bytes(b"probe")
             probe.unlink()
@@ -171,8 +170,7 @@ class CheckpointStore(CheckpointReader):
         self._num_best, self._loss_of = count, loss_of
 
     def hold_while(self, hindrance: Callable[[], str | None]) -> None:
-        """From now on a save fails for the reason that `hindrance` gives, if it gives one: what is
-        recorded of the steps before a checkpoint must be on disk first."""
+        """While `hindrance` gives a reason, saves fail for it: a record must be written before."""
         self._hindrance = hindrance
 
     def save(
@@ -240,9 +238,7 @@ class CheckpointStore(CheckpointReader):
         Raises CheckpointError if something cannot be deleted.
         """
         with _explained(f"step {step} cannot be removed"):
-            for unfinished, path in self._temporaries():
-                if unfinished == step:
-                    shutil.rmtree(path)
+            self._remove_temporaries(step)
             if os.path.lexists(self._path(step)):
                 # Renamed first: killed half way, no half-deleted step is left with a good name.
                 trash = self.root / f"{step}{_TMP}-removed"
@@ -253,13 +249,15 @@ class CheckpointStore(CheckpointReader):
     def close(self) -> None:
         """End the use of the store; nothing stays open or running between calls."""
 
+    def _remove_temporaries(self, step: int | None = None) -> None:
+        for unfinished, path in self._temporaries():
+            if step in (None, unfinished):
+                shutil.rmtree(path)
+
     def _write(self, path: Path, document: dict, packed: np.ndarray) -> None:
         if not self.root.is_dir():  # Orbax would make a new one, perhaps on another disk
             raise FileNotFoundError(f"{self.root} is gone")
-        # Where Orbax cannot make its directory, threads of it wait five minutes, and the exit too.
-        probe = path.with_name(f"{path.name}{_TMP}-probe")
-        probe.mkdir()
-        probe.rmdir()
+        self._remove_temporaries()  # of a save that failed and could not remove its own
         with self._context:
             ocp.save(path, {"leaves": packed}, custom_metadata=document)
         # Orbax syncs its arrays, but not its metadata files nor the rename.
@@ -307,6 +305,8 @@ def _orbax_context() -> ocp.Context:
     context.array.saving.use_compression = False  # slow, and weights hardly compress
     context.array.saving.storage_options.chunk_byte_size = CHUNK
     context.memory.deepcopy_host_arrays = False  # what is saved is a copy already
+    # Made in the background, they keep threads, and the exit, for five minutes if it fails.
+    context.asynchronous.create_directories_asynchronously = False
     return context
 
 

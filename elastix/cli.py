@@ -14,7 +14,6 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from elastix.background import still_running
 from elastix.checkpoints_command import checkpoints_main
 from elastix.command import Command, parse
 from elastix.display import open_display
@@ -63,6 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     try:
         arguments = sys.argv[1:] if argv is None else list(argv)
+        _hear_as_usual(arguments)
         if arguments and arguments[0] in _TOOLS:
             return _TOOLS[arguments[0]](arguments[1:])
         command = parse(arguments)
@@ -74,6 +74,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _say(str(error), USAGE)
     except KeyboardInterrupt:
         return _say("interrupted: run the same command again to go on", INTERRUPTED)
+
+
+def _hear_as_usual(arguments: Sequence[str]) -> None:
+    """From here on Ctrl-C is an exception again; what a run does at SIGTERM, it says itself."""
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        if arguments[:1] != ["run"]:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def _execute(command: Command) -> int:
@@ -90,8 +98,9 @@ def _execute(command: Command) -> int:
 def _run(command: Command) -> int:
     prepared = prepare(command)
     origin = Origin.parse(command.fork) if command.fork is not None else None
+    prepared.recipe.check_slices(command.slices)  # before so many devices are made
     backend = simulated_backend(command)
-    run_dir = Path(command.run_dir or Path("runs", prepared.name))
+    run_dir = Path("runs", prepared.name) if command.run_dir is None else Path(command.run_dir)
     display = open_display(prepared.name)
 
     def work(stop: threading.Event) -> Summary:
@@ -114,11 +123,7 @@ def _run(command: Command) -> int:
             raise  # bad input: the message names the value and the remedy
         traceback.print_exc()
         return _say(f"failed: {type(error).__name__}: {error}", FAILED)
-    status = _end(summary)
-    if still_running():
-        sys.stdout.flush()
-        os._exit(status)
-    return status
+    return _end(summary)
 
 
 def _leave_at_once(status: int) -> NoReturn:

@@ -114,7 +114,7 @@ def parse(argv: Sequence[str]) -> Command | None:
         return None
     name, *rest = argv
     if name not in _TEXTS:
-        raise ValueError(f"{name!r} is no command: use {' or '.join(_TEXTS)} (elastix --help)")
+        raise ValueError(f"{name!r} is no command: elastix --help lists them")
     parser = _parser(name)
     options, places, fields = _split(rest)
     wants_help = "--help" in options

@@ -51,12 +51,12 @@ class CompileCache:
         self._executables: dict[tuple[str, frozenset[int]], Future[Any]] = {}
 
     def get(self, name: str, slices: frozenset[int], lower: Callable[[], Any]) -> Future[Any]:
-        """The executable for these slices: lowered in the first call, and compiled in a thread.
+        """The executable for these slices, traced and compiled in a thread by the first call.
 
         A compile that failed is begun again in the next call; one that hangs is not.
         """
         key = (name, slices)
         job = self._executables.get(key)
         if job is None or (job.done() and job.exception()):
-            job = self._executables[key] = start(lower().compile)
+            job = self._executables[key] = start(lambda: lower().compile())
         return job

@@ -90,7 +90,7 @@ class RowFile:
         """Why rows are missing on disk, in one line; None if none is."""
         if self._why is None:
             return None
-        return f"{self._path.name} lacks rows, {_reason(self._why)}: make room"
+        return f"{self._path.name} lacks rows: {_reason(self._why)}"
 
     def retract(self, after: int) -> None:
         """Take back the rows of steps after `after`, which turned out to be wrong; those that were

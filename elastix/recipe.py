@@ -110,7 +110,8 @@ def _is_matrix(params: Any) -> Any:
 
 
 Hook = Callable[[dict[str, Any]], None]
-"""Called with each row of metrics, on the host, after the step committed."""
+"""Called with each row of metrics, on the host, after the step committed. The run waits for it, and
+for as long as it takes."""
 
 
 @dataclass(frozen=True)

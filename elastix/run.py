@@ -16,8 +16,11 @@ from typing import Any
 
 from elastix.arrays import Arrays
 from elastix.backends import Backend, Health, slices_of
+from elastix.background import start, wait_for
 from elastix.checkpoints import CheckpointError
+from elastix.classification import StuckError
 from elastix.compile_cache import count_compiles
+from elastix.data import Stream
 from elastix.driver import Driver
 from elastix.evaluation import EvalLog, Evaluations
 from elastix.event_log import EventLog
@@ -41,7 +44,7 @@ from elastix.machine import (
 )
 from elastix.metrics import MetricsLog, Row
 from elastix.notices import Announcements, Inbox
-from elastix.program import Program
+from elastix.program import Batch, Program
 from elastix.recipe import Hook, Recipe
 from elastix.recoveries import Recoveries, Recovery
 from elastix.retraction import retract_wrong_steps
@@ -86,9 +89,9 @@ def train(
     recipe.check_slices(len(backend.devices))
     backend.check_faults(faults, recipe.num_steps)
     stream = recipe.data.build(recipe.global_batch, recipe.seed)
-    sample = next(stream.batches(0))
+    sample = _first_batch("data", stream, recipe, backend)
     evaluated = recipe.build_eval_data() if recipe.policy.eval_every else None
-    eval_sample = next(evaluated[0].batches(0)) if evaluated else None
+    eval_sample = _first_batch("eval_data", evaluated[0], recipe, backend) if evaluated else None
     program = Program(recipe, sample, backend.devices, eval_sample)
     with contextlib.ExitStack() as stack:
         directory = None
@@ -107,6 +110,15 @@ def train(
         shown = QuietDisplay(display) if display else NoDisplay()
         run = _Run(recipe, program, stream, evaluated, backend, directory, shown, stop)
         return run.execute()
+
+
+def _first_batch(what: str, stream: Stream, recipe: Recipe, backend: Backend) -> Batch:
+    deadline = recipe.policy.prepare_deadline
+    try:
+        job = start(lambda: next(stream.batches(0)))
+        return wait_for(job, backend, (), deadline, f"{what}: reading the first batch")
+    except StuckError as error:
+        raise ValueError(f"{error} ({deadline:g} s): see whether its source answers") from error
 
 
 def _refuse_other_leaves(directory: RunDirectory, program: Program) -> None:

@@ -519,6 +519,14 @@ def test_nothing_goes_before_the_new_one_reads_back(tmp_path):
     assert_same(CheckpointStore(tmp_path, keep=1).load(1)[0], state(1))
 
 
+def test_what_a_failed_save_had_to_leave_goes_with_the_next(store):
+    """A disk that could not be written once may be well again."""
+    (store.root / "3.orbax-checkpoint-tmp" / "state").mkdir(parents=True)
+    (store.root / "1.orbax-checkpoint-tmp-removed").mkdir()
+    store.save(4, state(4), {})
+    assert [path.name for path in store.root.iterdir()] == ["4"]
+
+
 def test_a_rotten_step_does_not_stop_saves(store):
     store.save(1, state(1), {})
     for rot in (b"", b"[1]", b'{"metrics": 3}', b"\xff"):

@@ -406,6 +406,8 @@ END = {
 
 def trouble(row):
     if row["step"] == 12 and os.environ["TROUBLE"]:
+        while [path.name for path in STORE.iterdir()] != ["10"]:  # the first one is durable
+            os.sched_yield()
         BEGIN[os.environ["TROUBLE"]]()
 
 def recipe():
@@ -433,17 +435,14 @@ def test_a_run_whose_last_checkpoint_cannot_be_written_has_failed(tmp_path, undi
     options = ["--compile-cache", tmp_path / "cache", "--run-dir", tmp_path / "run"]
     command = ["-m", "elastix", "run", "troubled.py", *options]
     ended = troubled(tmp_path, trouble, *command)
-    why = {"full": "metrics.jsonl lacks rows, File too large", "denied": "Permission denied"}
+    why = {"full": "metrics.jsonl lacks rows: File too large", "denied": "Permission denied"}
     last = ended.stderr.splitlines()[-1]
     assert ended.returncode == 1, ended.stderr
     assert last.startswith("elastix: failed: the last checkpoint could not be written: step 40 ")
     assert why.get(trouble, "is gone") in last
     assert re.search(r"the checkpoint of step [12]\d was not written: ", ended.stdout)
     store = tmp_path / "run" / ("elsewhere" if trouble == "vanished" else "checkpoints")
-    left = [p.name for p in store.iterdir() if not p.name.isdigit()]
-    if trouble == "denied":  # nor may anything be removed, but what was in the way is
-        left = [p for name in left for p in (store / name).iterdir()]
-    assert left == [], "no temporary files are left"
+    assert [p.name for p in store.iterdir()] == ["10"], "no temporary files are left"
     rows = (tmp_path / "run/metrics.jsonl").read_text()
     assert rows.endswith("\n") and rows.count("\n") == (12 if trouble == "full" else 40)
     assert ended.stderr.count("metrics.jsonl cannot be written") == (trouble == "full")
@@ -496,7 +495,7 @@ def test_a_run_outlives_a_disk_that_is_well_again(tmp_path, undisturbed, trouble
 
 
 def test_a_run_that_lacks_the_row_of_its_last_evaluation_has_failed(tmp_path):
-    """Its checkpoint is there; the same command evaluates the last step again."""
+    """The same command evaluates the last step again."""
     run_dir = tmp_path / "run"
 
     def hook(row):
@@ -509,6 +508,6 @@ def test_a_run_that_lacks_the_row_of_its_last_evaluation_has_failed(tmp_path):
     )  # fmt: skip
     ended = train(recipe, backend=SimulatedBackend(4, 2), run_dir=run_dir)
     assert (ended.outcome, ended.exit_status) == ("failed", 1)
-    assert ended.reason == "evaluations.jsonl lacks rows, the file was removed: make room"
+    assert ended.reason.endswith("evaluations.jsonl lacks rows: the file was removed")
     again = train(recipe, backend=SimulatedBackend(4, 2), run_dir=run_dir)
-    assert again.outcome == "done" and [r["step"] for r in again.evaluations] == [12]
+    assert again.outcome == "done" and again.evaluations[-1]["step"] == 12

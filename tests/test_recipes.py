@@ -11,6 +11,7 @@ import pytest
 
 from elastix import Recipe
 from elastix.mesh import FSDP, SLICE, TENSOR, partition_spec
+from elastix.overrides import override
 from elastix.recipe_loading import load_recipe
 from elastix.step import TrainStep, Work
 from elastix.train_state import StateSpec
@@ -103,3 +104,14 @@ def test_a_loss_with_some_arguments_given_has_an_identity():
 
     assert of(batch=1) != of(batch=2) and of(batch=1) == of(batch=1)
     json.dumps(of(batch=1))
+
+
+def test_microbatches_split_a_replica_and_are_part_of_the_identity():
+    one = tiny.recipe()  # two examples in a replica
+    two = override(one, ["--microbatches", "2"])
+    assert two == replace(one, microbatches=2)
+    assert two.identity_sha256() != one.identity_sha256()
+    with pytest.raises(ValueError, match=r"microbatches=3 cannot split the 2 .* a divisor of 2"):
+        override(one, ["--microbatches", "3"])
+    with pytest.raises(ValueError, match=r"microbatches=0: use a whole number, 1 or more"):
+        replace(one, microbatches=0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import inf
 from typing import Literal
 
 
@@ -104,7 +105,7 @@ class Policy:
         self._at_least("patience", 0)
         self._at_least("grace", 0)
         self._at_least("deadline", 0)
-        if not self.probe_every > 0:
+        if not 0 < self.probe_every < inf:
             raise ValueError(f"policy.probe_every={self.probe_every}: use a time above 0 seconds")
         if self.max_slices is not None and self.max_slices < self.min_slices:
             raise ValueError(
@@ -121,8 +122,8 @@ class Policy:
 
     def _at_least(self, field: str, low: int) -> None:
         value = getattr(self, field)
-        if not value >= low:
-            raise ValueError(f"policy.{field}={value}: use {low} or more")
+        if not low <= value < inf:
+            raise ValueError(f"policy.{field}={value}: use {low} or more, and a finite number")
 
     def _one_of(self, field: str, choices: tuple[str, ...]) -> None:
         value = getattr(self, field)

@@ -95,7 +95,8 @@ def lose(state: Live, slices: Slices, event: Event, policy: Policy) -> Step:
         ledger = keep_live(state, slices, ledger, policy)
     ledger = replace(mark_flaps(ledger, slices & state.mesh), losses=ledger.losses + 1)
     if ledger.losses > policy.max_losses:
-        return Failed(f"{ledger.losses} losses in a row without a committed step"), effects
+        last = f"; the last: {event.cause}" if isinstance(event, SlicesLost) and event.cause else ""
+        return Failed(f"{ledger.losses} losses in a row without a committed step{last}"), effects
     nxt, more = resume_or_wait(ledger, state.mesh, event, policy)
     return nxt, effects + more
 
