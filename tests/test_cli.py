@@ -199,7 +199,7 @@ BAD_INPUT = [
     (["run", TINY, "--run-dir", "words.txt/run"], ["words.txt/run", "cannot be written"]),
     (["run", TINY, "--compile-cache", "words.txt/c"], ["words.txt/c", "or off"]),
     # Usage.
-    (["walk", TINY], ["'walk'", "run or verify"]),
+    (["walk", TINY], ["'walk'", "elastix --help lists them"]),
     (["run"], ["no RECIPE"]),
     (["run", TINY, "other.py"], ["2 RECIPEs", "other.py"]),
     (["run", "--seed", 3, TINY], ["no RECIPE", "after it"]),
