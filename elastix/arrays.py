@@ -49,12 +49,14 @@ class Arrays:
         return len(self._states)
 
     def compile(self, mesh: Slices) -> None:
-        """See that the step's executable for `mesh` exists.
+        """See that the executables for `mesh` exist: the step, and the check of its bits.
 
         Raises:
             StuckError: it does not by the deadline of a compile, which then goes on.
         """
+        check = self._program.compiling_hashes(mesh)  # beside the step, not after it
         self._await(self._program.compiling_step(mesh), mesh, "compiling the step")
+        self._await(check, mesh, "compiling the check of bits")
 
     def _await(self, job: Future[Any], mesh: Slices, what: str) -> Any:
         names = ", ".join(map(str, sorted(mesh)))
@@ -160,6 +162,7 @@ class Arrays:
             StuckError: the state is not there by the deadline of a step.
         """
         leaves = self._states[epoch, step]
+        self._backend.wait(leaves, mesh, self._policy.step_deadline)
         hashes = self._hashes(leaves, mesh)
         copies = {
             s: copy_to_host(leaves, self._program.devices(frozenset({s})), step, hashes)
@@ -172,9 +175,8 @@ class Arrays:
 
     def _hashes(self, leaves: Leaves, mesh: Slices) -> dict[str, str]:
         """The hash of each leaf: each slice computes it of what it holds, and all must agree."""
-        self._await(self._program.compiling_hashes(mesh), mesh, "compiling the check of bits")
-        hashed = self._program.hashes(mesh)(leaves)
-        rows = self._backend.read(hashed, mesh, self._policy.step_deadline)
+        hashed = {"hashes": self._program.hashes(mesh)(leaves)}
+        rows = self._backend.read(hashed, mesh, self._policy.step_deadline)["hashes"]
         paths = [leaf.path for leaf in self._program.spec.leaves]
         return agreed(dict(zip(sorted(mesh), rows, strict=True)), paths)
 

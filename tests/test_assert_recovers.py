@@ -91,7 +91,7 @@ def test_a_recipe_that_does_not_train_is_told_apart():
 @pytest.mark.parametrize(
     ("faults", "options", "told"),
     [
-        ("lose 1@2\nloose 1@12", {}, "fault script, line 2: 'loose 1@12': write lose, hang or"),
+        ("lose 1@2\nloose 1@12", {}, "fault script, line 2: 'loose 1@12': write lose, hang"),
         ("lose 4@2", {}, "fault script, line 1: lose 4@2: there are slices 0 to 3 only"),
         ("lose 1@17", {}, "fault script, line 1: lose 1@17: the run has 16 steps only"),
         ([Lose(1, step=17)], {}, "--lose 1@17: the run has 16 steps only"),

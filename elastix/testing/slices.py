@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 
@@ -48,5 +49,6 @@ def have_devices(count: int) -> None:
         ValueError: JAX is in use already, with fewer.
     """
     forced = "xla_force_host_platform_device_count" in os.environ.get("XLA_FLAGS", "")
-    if not forced and jax.config.jax_num_cpu_devices < count:
+    config: Any = jax.config  # whose type does not tell all that it has
+    if not forced and config.jax_num_cpu_devices < count:
         simulate_devices(count)
