@@ -24,7 +24,7 @@ from elastix.machine import Policy, Slices, Source
 from elastix.program import Batch, Program
 from elastix.progress import Progress
 from elastix.saver import Saver
-from elastix.testing.ghost_backend import CONNECTION, PROBE_SECONDS, STEP_SECONDS
+from elastix.testing.ghost_backend import STEP_SECONDS, ask
 from elastix.testing.ghost_saver import GhostSaver
 from elastix.testing.ghosts import COMPILE_SECONDS, RESTORE_SECONDS, SNAPSHOT_SECONDS
 from elastix.testing.schedules import ERRORS, Kind, Phase
@@ -46,16 +46,11 @@ class ArrayBackend(SimulatedBackend):
         world.emptied.update(emptied)
 
     def idle(self, seconds: float) -> None:
-        due = self._world.next_due()
-        self._world.pass_time(seconds if due is None else min(seconds, due))
+        self._world.idle(seconds)
 
     def probe(self, slices: Iterable[int], deadline: float) -> dict[int, Health]:
         asked = sorted(slices)
-        for _ in asked:
-            self._world.point(Phase.PROBE, raises=CONNECTION)
-        silent = self._world.take_silent(asked)
-        if not self._world.saving:
-            self._world.pass_time(deadline if silent else PROBE_SECONDS)
+        silent = ask(self._world, asked, deadline)
         down = silent | self._world.suspended
         return {s: Health.DOWN if s in down else self._health(s) for s in asked}
 

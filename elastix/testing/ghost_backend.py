@@ -19,7 +19,7 @@ STEP_SECONDS = 1.0
 PROBE_SECONDS = 0.05
 """For all slices that are asked at once, if each answers."""
 
-CONNECTION = frozenset({Kind.UNAVAILABLE})
+_CONNECTION = frozenset({Kind.UNAVAILABLE})
 """All that a probe may raise: of everything else it says which slice does not answer."""
 
 
@@ -68,20 +68,15 @@ class GhostBackend:
         return self._world.clock.now()
 
     def idle(self, seconds: float) -> None:
-        due = self._world.next_due()
-        self._world.pass_time(seconds if due is None else min(seconds, due))
+        self._world.idle(seconds)
 
     def probe(self, slices: Iterable[int], deadline: float) -> dict[int, Health]:
         asked = sorted(slices)
-        for _ in asked:
-            self._world.point(Phase.PROBE, raises=CONNECTION)
-        silent = self._world.take_silent(asked)
-        if not self._world.saving:
-            self._world.pass_time(deadline if silent else PROBE_SECONDS)
+        silent = ask(self._world, asked, deadline)
         return {s: Health.DOWN if s in silent else self._health(s) for s in asked}
 
     def _health(self, slice_id: int) -> Health:
-        self._world.point(Phase.PROBE, raises=CONNECTION)
+        self._world.point(Phase.PROBE, raises=_CONNECTION)
         return self._world.health(slice_id)
 
     def admit(self, slices: Iterable[int]) -> None:
@@ -150,6 +145,16 @@ class GhostBackend:
     def _wipe(self, slice_id: int) -> None:
         for copy in self._memory[slice_id].values():
             copy.ghost = POISON
+
+
+def ask(world: World, slices: list[int], deadline: float) -> frozenset[int]:
+    """Probe these slices at once, in the time it takes; returns those that do not answer."""
+    for _ in slices:
+        world.point(Phase.PROBE, raises=_CONNECTION)
+    silent = world.take_silent(slices)
+    if not world.saving:
+        world.pass_time(deadline if silent else PROBE_SECONDS)
+    return silent
 
 
 def data_loss(slices: list[int], where: str) -> jax.errors.JaxRuntimeError:

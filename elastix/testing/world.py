@@ -108,6 +108,11 @@ class World:
             do()
         self.clock.sleep(end - self.clock.now())
 
+    def idle(self, seconds: float) -> None:
+        """Let up to `seconds` pass: no longer than until something happens by itself."""
+        due = self.next_due()
+        self.pass_time(seconds if due is None else min(seconds, due))
+
     def next_due(self) -> float | None:
         """Seconds until something happens by itself; None if nothing will."""
         return max(0.0, self._timed[0][0] - self.clock.now()) if self._timed else None
