@@ -214,7 +214,7 @@ def policies() -> st.SearchStrategy:
     """Those that are not refused."""
     drawn = {name: values(hint) for name, hint in hints(Policy).items()}
     drawn |= {name: st.integers(1, 99) for name, hint in hints(Policy).items() if hint is int}
-    drawn |= {n: st.floats(min_value=0.1) for n, hint in hints(Policy).items() if hint is float}
+    drawn |= {n: st.floats(0.1, 1e9) for n, hint in hints(Policy).items() if hint is float}
     return st.builds(Policy, **(drawn | {"max_slices": st.none() | st.integers(99, 999)}))
 
 
