@@ -11,12 +11,13 @@ import os
 import re
 import zlib
 from collections.abc import Mapping
+from typing import Any
 
 import ml_dtypes
 import numpy as np
 
 FORMAT_VERSION = 1
-CHUNK = 64 << 20  # bytes; bounds what a load needs beyond the state itself
+CHUNK = 16 << 20  # bytes; bounds what a load needs beyond the state itself
 
 _ALIGN = 64  # bytes; leaves are views into the loaded array, so each starts at a cache line
 _NUMPY = frozenset(np.dtype(code).name for code in "?bhiqBHIQefdFD")  # bool to complex128
@@ -125,16 +126,11 @@ def checked(step: int, document: dict | None) -> dict:
     return document
 
 
-def unpack(step: int, document: dict, state: object) -> dict[str, np.ndarray]:
-    packed = state.get("leaves") if isinstance(state, dict) else None
-    if not isinstance(packed, np.ndarray) or packed.dtype != np.uint8 or packed.ndim != 1:
-        raise CheckpointError(f"step {step}: state: not the array that was saved")
-    leaves = {}
-    for row in document["checkpoint"]["leaves"]:
-        part, dtype = packed[row["offset"] : row["offset"] + row["bytes"]], _dtype(row["dtype"])
-        if part.size != row["bytes"] or zlib.crc32(part.data) != row["crc32"]:
-            raise CheckpointError(f"step {step}: leaf {row['path']}: wrong checksum")
-        if dtype is None:
-            raise UnreadableHereError(f"step {step}: leaf {row['path']}: no {row['dtype']} here")
-        leaves[row["path"]] = part.view(dtype).reshape(row["shape"])
-    return leaves
+def unpack(step: int, row: dict[str, Any], part: np.ndarray) -> np.ndarray:
+    """The leaf that a row of the table describes, from its bytes, uint8[bytes]."""
+    if part.size != row["bytes"] or zlib.crc32(part.data) != row["crc32"]:
+        raise CheckpointError(f"step {step}: leaf {row['path']}: wrong checksum")
+    dtype = _dtype(row["dtype"])
+    if dtype is None:
+        raise UnreadableHereError(f"step {step}: leaf {row['path']}: no {row['dtype']} here")
+    return part.view(dtype).reshape(row["shape"])

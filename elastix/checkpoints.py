@@ -16,17 +16,14 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import logging
 import math
 import os
-import re
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-import orbax.checkpoint
 from orbax.checkpoint import v1 as ocp
 
 from elastix.checkpoint_format import (
@@ -34,11 +31,9 @@ from elastix.checkpoint_format import (
     FORMAT_VERSION,
     CheckpointError,
     UnreadableHereError,
-    checked,
-    error_of,
     pack,
-    unpack,
 )
+from elastix.checkpoint_reading import TMP, CheckpointReader, SetAside, explained, note
 
 __all__ = [
     "FORMAT_VERSION",
@@ -50,11 +45,6 @@ __all__ = [
     "UnreadableHereError",
 ]
 
-_TMP = ".orbax-checkpoint-tmp"
-_STEP = re.compile(r"0|[1-9][0-9]*")
-_TEMPORARY = re.compile(rf"({_STEP.pattern}){re.escape(_TMP)}(-.*)?")
-_SET_ASIDE = re.compile(rf"set-aside-({_STEP.pattern})-({_STEP.pattern})")
-
 
 class Checkpoint(NamedTuple):
     """A verified checkpoint: its step, host arrays by path, and the caller's metadata."""
@@ -62,80 +52,6 @@ class Checkpoint(NamedTuple):
     step: int
     leaves: dict[str, np.ndarray]
     metadata: dict[str, object]
-
-
-class SetAside(NamedTuple):
-    """A checkpoint taken out of use but kept: its step, where it lies now, and why."""
-
-    step: int
-    path: Path
-    why: str
-
-
-class CheckpointReader:
-    """Checkpoints under `root`, which another process may be writing: nothing there is changed."""
-
-    def __init__(self, root: Path) -> None:
-        self.root, self._context = Path(root).absolute(), _orbax_context()
-
-    def steps(self) -> tuple[int, ...]:
-        """The steps that were committed, ascending; whether they are good only a load can tell."""
-        with _explained(f"{self.root} cannot be listed"):
-            # Orbax takes any directory with a number for a checkpoint, an empty one too.
-            found = [p for p in self.root.iterdir() if _STEP.fullmatch(p.name) and p.is_dir()]
-            return tuple(sorted(int(path.name) for path in found if any(path.iterdir())))
-
-    def unfinished(self) -> tuple[int, ...]:
-        """The steps that are being written or removed, or were when their process was killed."""
-        with _explained(f"{self.root} cannot be listed"):
-            return tuple(sorted({step for step, _ in self._temporaries()}))
-
-    def size(self, step: int) -> int:
-        """The bytes of all files of `step`."""
-        files = (path for path in self._path(step).rglob("*") if path.is_file())
-        return sum(path.stat().st_size for path in files)
-
-    def metadata(self, step: int) -> dict[str, object]:
-        """The caller's metadata, and under "checkpoint" our own, without reading the leaves.
-
-        "checkpoint" holds format_version, step and leaves: path, dtype, shape, bytes, offset and
-        crc32 (zlib, of the little-endian C-order bytes) of each. Raises CheckpointError.
-        """
-        document = self._document(step)
-        return {**document["metadata"], "checkpoint": document["checkpoint"]}
-
-    def load(self, step: int) -> tuple[dict[str, np.ndarray], dict[str, object]]:
-        """The leaves by path, sorted, with exact dtype, shape and bits, and the caller's metadata.
-
-        The arrays are views of one buffer, which lives as long as any of them. Raises
-        CheckpointError naming the first bad leaf, or UnreadableHereError.
-        """
-        document = self._document(step)
-        return self._leaves(step, document), document["metadata"]
-
-    def set_aside_list(self) -> tuple[SetAside, ...]:
-        """Everything that was set aside under this root, by step and then in order of time."""
-        with _explained(f"{self.root} cannot be listed"):
-            matches = [m for p in self.root.iterdir() if (m := _SET_ASIDE.fullmatch(p.name))]
-        matches.sort(key=lambda m: (int(m[1]), int(m[2])))
-        return tuple(SetAside(int(m[1]), p := self.root / m[0], _why(p)) for m in matches)
-
-    def _path(self, step: int) -> Path:
-        return self.root / str(step)
-
-    def _temporaries(self) -> list[tuple[int, Path]]:
-        matches = [(_TEMPORARY.fullmatch(p.name), p) for p in self.root.iterdir() if p.is_dir()]
-        return [(int(match[1]), path) for match, path in matches if match]
-
-    def _document(self, step: int) -> dict:
-        with _explained(f"step {step} cannot be read"):
-            document = ocp.metadata(self._path(step)).custom_metadata
-        return checked(step, document)
-
-    def _leaves(self, step: int, document: dict) -> dict[str, np.ndarray]:
-        with _explained(f"step {step} cannot be read"), self._context:
-            state = ocp.load(self._path(step))
-        return unpack(step, document, state)
 
 
 class CheckpointStore(CheckpointReader):
@@ -150,6 +66,7 @@ class CheckpointStore(CheckpointReader):
         if keep < 1:
             raise ValueError(f"keep={keep}: at least 1 checkpoint must be kept")
         super().__init__(root)
+        self._context = _orbax_context()
         self.keep, self._num_best = keep, 0
         self._loss_of: Callable[[int], float | None] = lambda step: None
         self._hindrance: Callable[[], str | None] = lambda: None
@@ -192,10 +109,9 @@ class CheckpointStore(CheckpointReader):
             if difference is None:
                 return 0
             moved = self.set_aside(step, difference)
-        with _explained(f"step {step} was not saved"):
+        with explained(f"step {step} was not saved"):
             try:
                 self._write(path, document, packed)
-                del packed  # the read-back takes its place
                 self._verify_same(step, document)
             except Exception:
                 self._undo(step, moved)
@@ -224,12 +140,12 @@ class CheckpointStore(CheckpointReader):
         Returns the new path. Raises CheckpointError if there is no such step.
         """
         names = (self.root / f"set-aside-{step}-{k}" for k in itertools.count())
-        target = next(p for p in names if not p.exists() and not _note(p).exists())
-        with _explained(f"step {step} cannot be set aside"):
+        target = next(p for p in names if not p.exists() and not note(p).exists())
+        with explained(f"step {step} cannot be set aside"):
             os.rename(self._path(step), target)
             _sync(self.root)
         with contextlib.suppress(OSError):  # a full disk must not stop a recovery
-            _note(target).write_text(why + "\n", encoding="utf-8")
+            note(target).write_text(why + "\n", encoding="utf-8")
         return target
 
     def remove(self, step: int) -> None:
@@ -237,11 +153,11 @@ class CheckpointStore(CheckpointReader):
 
         Raises CheckpointError if something cannot be deleted.
         """
-        with _explained(f"step {step} cannot be removed"):
+        with explained(f"step {step} cannot be removed"):
             self._remove_temporaries(step)
             if os.path.lexists(self._path(step)):
                 # Renamed first: killed half way, no half-deleted step is left with a good name.
-                trash = self.root / f"{step}{_TMP}-removed"
+                trash = self.root / f"{step}{TMP}-removed"
                 os.rename(self._path(step), trash)
                 _sync(self.root)
                 shutil.rmtree(trash)
@@ -267,7 +183,8 @@ class CheckpointStore(CheckpointReader):
     def _verify_same(self, step: int, document: dict) -> None:
         if self._document(step) != document:
             raise CheckpointError(f"step {step}: the metadata on disk are not those given")
-        self._leaves(step, document)
+        for _ in self._leaves(step, document):
+            pass
 
     def _difference(self, step: int, document: dict) -> str | None:
         """Why what is on disk as `step` is not a good copy of `document`; None if it is."""
@@ -283,7 +200,7 @@ class CheckpointStore(CheckpointReader):
             self.remove(step)
             if moved is not None:
                 os.rename(moved, self._path(step))
-                _note(moved).unlink()
+                note(moved).unlink()
 
     def _retire(self, step: int) -> None:
         with contextlib.suppress(CheckpointError):  # tried again after the next save
@@ -308,37 +225,6 @@ def _orbax_context() -> ocp.Context:
     # Made in the background, they keep threads, and the exit, for five minutes if it fails.
     context.asynchronous.create_directories_asynchronously = False
     return context
-
-
-@contextlib.contextmanager
-def _explained(what: str) -> Iterator[None]:
-    """Turn a failure into a CheckpointError: `what`, and the innermost cause on the same line.
-
-    What Orbax logs meanwhile is dropped, since the exception says it.
-    """
-    home, logger = os.path.dirname(orbax.checkpoint.__file__), logging.getLogger("absl")
-
-    def foreign(record: logging.LogRecord) -> bool:
-        return not record.pathname.startswith(home)
-
-    logger.addFilter(foreign)
-    try:
-        yield
-    except Exception as error:
-        raise error_of(what, error) from error
-    finally:
-        logger.removeFilter(foreign)
-
-
-def _note(path: Path) -> Path:
-    return path.with_name(path.name + ".txt")
-
-
-def _why(path: Path) -> str:
-    try:
-        return _note(path).read_text(encoding="utf-8").strip()
-    except OSError:  # none was written, or it is being put back
-        return ""
 
 
 def _sync(path: Path) -> None:
