@@ -243,9 +243,11 @@ class Recipe:
 
 
 def describe(value: Any) -> Any:
-    """A configuration as JSON values: dataclasses by type and fields."""
+    """A configuration as JSON values: dataclasses by type and fields, but for those fields whose
+    metadata say that they are no part of the identity: {"identity": False}."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        fields = {f.name: describe(getattr(value, f.name)) for f in dataclasses.fields(value)}
+        decisive = (f for f in dataclasses.fields(value) if f.metadata.get("identity", True))
+        fields = {f.name: describe(getattr(value, f.name)) for f in decisive}
         return {"type": f"{type(value).__module__}.{type(value).__qualname__}", **fields}
     if isinstance(value, dict):
         return {str(k): describe(v) for k, v in value.items()}

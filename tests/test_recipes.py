@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from elastix import Recipe
+from elastix.data import Mixture, PackedRecords, PackedText, Text
 from elastix.mesh import FSDP, SLICE, TENSOR, partition_spec
 from elastix.overrides import override
 from elastix.recipe_loading import load_recipe
@@ -115,3 +116,15 @@ def test_microbatches_split_a_replica_and_are_part_of_the_identity():
         override(one, ["--microbatches", "3"])
     with pytest.raises(ValueError, match=r"microbatches=0: use a whole number, 1 or more"):
         replace(one, microbatches=0)
+
+
+def test_where_the_data_lie_and_how_far_ahead_they_are_read_is_no_part_of_the_identity():
+    def of(data):
+        return replace(tiny.recipe(), data=data).identity()
+
+    here = PackedText(files=("a/x.jsonl",), seq_len=16)
+    assert of(here) == of(replace(here, files=("b/x.jsonl",), tokenizer="t.json", prefetch=0))
+    assert of(here) != of(replace(here, seq_len=8))
+    assert of(Mixture((here,))) == of(Mixture((replace(here, prefetch=4),), prefetch=1))
+    assert of(PackedRecords("a")) == of(PackedRecords("b", prefetch=0))
+    assert of(Text()) == of(Text(("x.txt",))) != of(Text(seq_len=9))

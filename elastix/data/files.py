@@ -18,6 +18,11 @@ _NOT_CORPUS = {"test", "tests", "idlelib", "lib2to3", "turtledemo", "ensurepip"}
 _NOT_CORPUS |= {"site-packages", "dist-packages", "__pycache__"}
 
 
+# Of a field of a configuration: it decides no batch, so a run may be resumed with another value.
+# What the files at a path hold is in the fingerprint of the stream, which is held to as well.
+NO_IDENTITY = {"identity": False}
+
+
 @dataclass(frozen=True)
 class Corpus:
     """Documents in order, as UTF-8 bytes, and the {name, size, sha256} of the files they are in."""

@@ -3,7 +3,7 @@
 import math
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fractions import Fraction
 from itertools import accumulate
 from typing import Any
@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import tyro
 
+from elastix.data.files import NO_IDENTITY
 from elastix.data.order import derived_seed
 from elastix.data.sources import Opened
 from elastix.data.stream import (
@@ -148,7 +149,7 @@ class Mixture:
     parts: tyro.conf.Suppress[tyro.conf.Fixed[tuple[Any, ...]]]
     weights: tuple[float, ...] = ()
     shuffle: bool | int = True
-    prefetch: int = 2
+    prefetch: int = field(default=2, metadata=NO_IDENTITY)
 
     def __post_init__(self):
         for name in ("parts", "weights"):

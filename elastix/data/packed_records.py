@@ -7,13 +7,13 @@ without padding.
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from elastix.data.files import file_identity, file_problem
+from elastix.data.files import NO_IDENTITY, file_identity, file_problem
 from elastix.data.packing import packed_row
 from elastix.data.records import RecordFiles
 from elastix.data.sources import Opened, build_stream, check_path
@@ -80,9 +80,9 @@ class PackedRecords:
     hash it), or from the stream when it meets a record that will not do.
     """
 
-    directory: str
+    directory: str = field(metadata=NO_IDENTITY)
     shuffle: bool | int = True
-    prefetch: int = 2
+    prefetch: int = field(default=2, metadata=NO_IDENTITY)
 
     def __post_init__(self):
         object.__setattr__(self, "directory", check_path("directory", self.directory))

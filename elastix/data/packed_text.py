@@ -1,8 +1,10 @@
 """`PackedText`: text that is tokenized and packed when a run starts."""
 
+import dataclasses
 from dataclasses import dataclass
 
 from elastix.data.documents import Documents, check_format, open_documents
+from elastix.data.files import NO_IDENTITY
 from elastix.data.filtering import Filtered, Keep
 from elastix.data.packing import Packed
 from elastix.data.sources import Opened, build_stream, check_path, check_paths
@@ -25,16 +27,16 @@ class PackedText:
     Raises DataError, here or in the methods, for values and files that will not do.
     """
 
-    files: tuple[str, ...] = ()
+    files: tuple[str, ...] = dataclasses.field(default=(), metadata=NO_IDENTITY)
     format: str = "auto"
     field: str = "text"
     separator: str = ""
-    tokenizer: str = "bytes"
+    tokenizer: str = dataclasses.field(default="bytes", metadata=NO_IDENTITY)
     seq_len: int = 128
     min_tokens: int = 1
     keep: tuple[Keep, ...] = ()
     shuffle: bool | int = True
-    prefetch: int = 2
+    prefetch: int = dataclasses.field(default=2, metadata=NO_IDENTITY)
 
     def __post_init__(self):
         object.__setattr__(self, "files", check_paths(self.files))

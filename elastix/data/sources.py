@@ -2,13 +2,13 @@
 
 import os
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from elastix.data.files import Corpus, file_identity, stdlib_corpus, text_corpus
+from elastix.data.files import NO_IDENTITY, Corpus, file_identity, stdlib_corpus, text_corpus
 from elastix.data.records import RECORD_SUFFIXES, RecordFiles
 from elastix.data.stream import DataError, Source, Stream, check_shuffle, stream, whole
 from elastix.data.tokenizers import Tokenizer, check_ids, load_tokenizer
@@ -63,11 +63,11 @@ class Text:
     the methods, for values and files that will not do.
     """
 
-    files: tuple[str, ...] = ()
+    files: tuple[str, ...] = field(default=(), metadata=NO_IDENTITY)
     seq_len: int = 128
-    tokenizer: str = "bytes"
+    tokenizer: str = field(default="bytes", metadata=NO_IDENTITY)
     shuffle: bool | int = True
-    prefetch: int = 2
+    prefetch: int = field(default=2, metadata=NO_IDENTITY)
 
     def __post_init__(self):
         object.__setattr__(self, "files", check_paths(self.files))
@@ -118,12 +118,12 @@ class TokenRecords:
     file once to hash it), or from the stream when it meets a record that will not do.
     """
 
-    files: tuple[str, ...]
+    files: tuple[str, ...] = field(metadata=NO_IDENTITY)
     dtype: str = "uint16"
     seq_len: int = 128
     vocab_size: int = 2**16
     shuffle: bool | int = True
-    prefetch: int = 2
+    prefetch: int = field(default=2, metadata=NO_IDENTITY)
 
     def __post_init__(self):
         object.__setattr__(self, "files", check_paths(self.files))

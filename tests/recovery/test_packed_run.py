@@ -2,6 +2,7 @@
 trained from the files, with faults and without."""
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -84,6 +85,13 @@ def test_a_mixture_of_packed_files_and_text_recovers_and_resumes(folder, tmp_pat
     )
     resumed = elastix.train(whole, backend=backend(3, 1), run_dir=tmp_path / "run")
     assert half.state_sha256 != resumed.state_sha256 == summary.state_sha256
+    shutil.move(folder / "packed", tmp_path / "moved")
+    elsewhere = replace(mixture, parts=(PackedRecords(str(tmp_path / "moved"), prefetch=0), text))
+    again = elastix.train(
+        replace(whole, data=elsewhere), backend=backend(3, 1), run_dir=tmp_path / "run"
+    )
+    shutil.move(tmp_path / "moved", folder / "packed")
+    assert again.state_sha256 == resumed.state_sha256
     changed = replace(whole, data=replace(mixture, weights=(3, 2)))
     with pytest.raises(ValueError, match="another recipe"):
         elastix.train(changed, backend=backend(3, 1), run_dir=tmp_path / "run")
