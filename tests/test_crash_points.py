@@ -1,26 +1,35 @@
-"""A crash after each file operation of a save, a removal and a setting aside, then a resume.
+"""A crash after each file operation: of a save, a removal, a setting aside, and a resumed run.
 
 The operations are seen below Python (crash_points.c), since TensorStore writes from C++. After
 each one the folder is kept as an image, and once more as a power cut would leave it: files that
 were not synced yet are empty. Whatever a process then finds, it opens, gives the newest good
 checkpoint and no wrong value, and saves again.
+
+So is a run that is killed while it resumes: whatever is found then, the run ends with the same bits
+and the same rows.
 """
 
 from __future__ import annotations
 
+import json
 import os
+import random
 import shutil
 import subprocess
+import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from elastix import SimulatedBackend, train
 from elastix.checkpoints import CheckpointStore
-from tests.test_checkpoints import METADATA, assert_same, start_child, state
+from tests.recipes import tiny
+from tests.test_checkpoints import METADATA, assert_same, files_of, start_child, state
 
 SOURCE = Path(__file__).with_name("crash_points.c")
 Tree = dict[str, bytes | None]
@@ -114,19 +123,31 @@ class Recorder:
 
 def record(shim: Path, root: Path, steps: str, during: str, before: str = "") -> list[Operation]:
     """The operations of `during`, in a child that has saved `steps` before."""
-    (line_from, line_to), (go_from, go_to) = os.pipe(), os.pipe()
     code = RECORD.format(before=before, during=during)
-    child = start_child(
-        root, code, steps, str(line_to), str(go_from),
-        env={**os.environ, "LD_PRELOAD": str(shim)}, pass_fds=(line_to, go_from),
-    )  # fmt: skip
+
+    def start(to: int, come_from: int) -> subprocess.Popen:
+        pipes = (str(to), str(come_from))
+        return start_child(root, code, steps, *pipes, **under(shim, to, come_from))
+
+    return listen(root, start)
+
+
+def under(shim: Path, *pipes: int) -> dict[str, Any]:
+    """How a child is started whose file operations are to be seen."""
+    return {"env": {**os.environ, "LD_PRELOAD": str(shim)}, "pass_fds": pipes}
+
+
+def listen(root: Path, start: Callable[[int, int], subprocess.Popen]) -> list[Operation]:
+    """The operations of a child, which is started with a pipe to tell and one to be let go on."""
+    (line_from, line_to), (go_from, go_to) = os.pipe(), os.pipe()
+    child = start(line_to, go_from)
     os.close(line_to), os.close(go_from)
     recorder, operations = Recorder(root), []
     with os.fdopen(line_from, encoding="utf-8") as lines, os.fdopen(go_to, "wb", 0) as go:
         for line in lines:
             operations.append(recorder.image(line))
             go.write(b"\n")
-    out, err = child.communicate(timeout=60)
+    out, err = child.communicate(timeout=300)
     assert (child.returncode, out, err) == (0, "", "")
     return operations
 
@@ -264,3 +285,128 @@ def test_a_save_in_place_of_another(shim, place, tmp_path):
         return {1, 2} if cut and number < len(operations) - 1 else {2}
 
     check(operations, place, expected)
+
+
+# --- a run that is killed while it resumes --------------------------------------------------------
+
+KILLED_AT, NUM_STEPS = 8, 12
+
+
+def short_run(run_dir: Path, num_steps: int = NUM_STEPS) -> Any:
+    """One slice; a checkpoint and an evaluation every fourth step; two checkpoints are kept."""
+    policy = replace(tiny.recipe().policy, snapshot_every=2, checkpoint_every=4, eval_every=4)
+    recipe = replace(
+        tiny.recipe(),
+        num_steps=num_steps,
+        eval_data=tiny.Points(size=16),
+        policy=replace(policy, keep_checkpoints=2),
+    )
+    return train(recipe, backend=SimulatedBackend(1, 1), run_dir=run_dir)
+
+
+def told(run_dir: Path, summary: Any) -> Any:
+    """What a run must leave, however often it was killed."""
+    assert summary.outcome == "done", summary.reason
+    rows = {}
+    for name in ("metrics", "evaluations"):
+        lines = (run_dir / f"{name}.jsonl").read_text().splitlines()
+        rows[name] = [{**json.loads(line), "seconds": None} for line in lines]
+    return rows, summary.losses, summary.state_sha256
+
+
+def leave_much_to_do(run_dir: Path) -> None:
+    """A run that was killed at a bad moment: its newest checkpoint is bad, another is unfinished,
+    and of each log the last line is torn."""
+    short_run(run_dir, KILLED_AT)
+    root = run_dir / "checkpoints"
+    shutil.copytree(root / "4", root / "10.orbax-checkpoint-tmp")
+    largest = max(files_of(root, KILLED_AT), key=lambda path: path.stat().st_size)
+    largest.write_bytes(largest.read_bytes()[: largest.stat().st_size // 2])
+    for name in ("metrics", "evaluations", "events"):
+        with (run_dir / f"{name}.jsonl").open("a") as file:
+            file.write('{"step": 9, "lo')
+    (run_dir / "recipe.tmp").write_text('{"format')
+
+
+RESUME = """
+import ctypes, os, sys
+from pathlib import Path
+shim = ctypes.CDLL(os.environ.pop("LD_PRELOAD"))
+import jax
+jax.config.update("jax_num_cpu_devices", 1)
+from tests.test_crash_points import short_run
+shim.crash_points_begin(sys.argv[1].encode(), int(sys.argv[2]), int(sys.argv[3]))
+short_run(Path(sys.argv[1]))
+shim.crash_points_end()
+os._exit(0)
+"""
+
+
+@pytest.fixture(scope="module")
+def resume(shim, tmp_path_factory) -> list[Operation]:
+    """The file operations of a whole run that resumes."""
+    run_dir = tmp_path_factory.mktemp("resume") / "run"
+    leave_much_to_do(run_dir)
+
+    def start(to: int, come_from: int) -> subprocess.Popen:
+        command = [sys.executable, "-c", RESUME, str(run_dir), str(to), str(come_from)]
+        pipe, options = subprocess.PIPE, under(shim, to, come_from)
+        options["env"] |= {"PYTHONPATH": str(SOURCE.parents[1]), "JAX_PLATFORMS": "cpu"}
+        return subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, **options)
+
+    operations = listen(run_dir, start)
+    assert_all_were_seen(operations)
+    return operations
+
+
+@pytest.fixture(scope="module")
+def unkilled(tmp_path_factory) -> Any:
+    run_dir = tmp_path_factory.mktemp("unkilled") / "run"
+    return told(run_dir, short_run(run_dir))
+
+
+def different(operations: list[Operation]) -> list[Operation]:
+    """Those after which a run would find something else. The log of events is only added to, and
+    nobody reads more of it than its end."""
+    seen: dict[Any, Operation] = {}
+    for operation in operations:
+        tree = dict(operation.tree)
+        events = tree.pop("events.jsonl", b"")
+        seen.setdefault((frozenset(tree.items()), events.endswith(b"\n")), operation)
+    return list(seen.values())
+
+
+def test_a_resume_does_all_that_a_kill_could_spoil(resume):
+    done = {(o.name.rstrip("64"), o.path) for o in resume}
+    paths = {path for _, path in done}
+    assert {("ftruncate", f"{n}.jsonl") for n in ("metrics", "evaluations", "events")} <= done
+    assert {("rename", "recipe.json"), ("ftruncate", "lock"), ("rename", "summary.json")} <= done
+    assert "checkpoints/10.orbax-checkpoint-tmp" in paths, "the unfinished save is removed"
+    assert "checkpoints/set-aside-8-0" in paths and "checkpoints/set-aside-8-0.txt" in paths
+    assert ("rename", "checkpoints/8") in done, "the first new save"
+    assert "checkpoints/4.orbax-checkpoint-tmp-removed" in paths, "the oldest goes"
+    print(f"{len(resume)} operations, {len(different(resume))} different images")
+
+
+def check_resumed(operation: Operation, root: Path, unkilled: Any) -> None:
+    lay(operation.tree, root)
+    where = (operation.name, operation.path)
+    assert told(root, short_run(root)) == unkilled, where
+    store = root / "checkpoints"
+    left = {p.name for p in store.iterdir()} - {"set-aside-8-0.txt"}  # why, if there was time
+    assert left == {"8", "12", "set-aside-8-0"}, (where, left)
+    assert json.loads((root / "recipe.json").read_text())["num_steps"] == NUM_STEPS, where
+    for line in (root / "events.jsonl").read_text().splitlines():
+        json.loads(line)
+    shutil.rmtree(root)
+
+
+@pytest.mark.parametrize(
+    "count", [6, pytest.param(None, marks=pytest.mark.soak)], ids=["some", "all"]
+)
+def test_killed_anywhere_in_a_resume_it_ends_with_the_same_bits(count, resume, unkilled, place):
+    found = different(resume)
+    drawn = random.Random(3).sample(found, count) if count else found
+    for operation in drawn:
+        check_resumed(operation, place / "image", unkilled)
+    assert len(found) > 60

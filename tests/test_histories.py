@@ -13,12 +13,15 @@ from elastix.machine import (
     Failed,
     Finishing,
     Policy,
+    PreemptionNoticed,
     Prepare,
     Prepared,
     Probed,
     Restoring,
     RunStep,
+    Save,
     SlicesLost,
+    Snapshotted,
     Source,
     Tier,
     Training,
@@ -27,16 +30,21 @@ from elastix.machine import (
     Woke,
     transition,
 )
+from tests.test_machine import POLICY, on, training
 from tests.world_search import Explored, explore, missing_rows
-from tests.world_values import FAULTS, OUTSIDE_THE_CONTRACT, Setting
+from tests.world_values import BIT_FLIPS, FAULTS, OUTSIDE_THE_CONTRACT, Setting
 
 SMALL = Policy(snapshot_every=2, checkpoint_every=2, stable_probes=1, inflight=1, max_losses=2)
 PAUSE = replace(SMALL, min_slices=2)
+CLOCK = replace(SMALL, checkpoint_every=0, checkpoint_seconds=1.0)
+"""Saves are due by time: a second passes, or does not, before anything that happens."""
 
 # The policy, slices, steps and faults; then the kinds of faults, if not all of them. Every fault
 # may strike at every point. Wherever `hang` or an error is allowed, each operation may have it.
 WORLDS = {
-    "three faults": Setting(SMALL, 4, 2, 3, FAULTS - {"lose all"}),
+    "three faults": Setting(
+        SMALL, 4, 2, 3, frozenset({"lose", "hang", "silent", "error", "disk full"})
+    ),
     "every kind": Setting(SMALL, 3, 2, 2),
     "in flight": Setting(replace(SMALL, inflight=2), 2, 3, 2, FAULTS - {"lose all"}),
     "pause": Setting(PAUSE, 2, 2, 2),
@@ -47,6 +55,21 @@ WORLDS = {
     "evaluations": Setting(replace(SMALL, eval_every=1), 2, 2, 2, FAULTS - {"silent"}),
     "resumed": Setting(SMALL, 2, 3, 3, frozenset({"lose", "rot", "preempt"}), on_disk=(1, 2)),
     "nothing on disk": Setting(SMALL, 2, 2, 2, FAULTS - {"rot", "disk full"}, durable=False),
+    "by time": Setting(CLOCK, 2, 2, 2, frozenset({"lose", "notice", "disk full"})),
+    "by time and steps": Setting(
+        replace(CLOCK, snapshot_every=1, checkpoint_every=2),
+        *(2, 3, 1, frozenset({"lose", "disk full", "preempt", "notice"})),
+    ),
+    # Which slice is wrong is known where most agree: of three or more.
+    "wrong bits": Setting(
+        replace(SMALL, eval_every=1),
+        *(3, 2, 2, BIT_FLIPS | {"lose", "preempt", "hang", "rot"}),
+    ),
+    "wrong bits, live": Setting(
+        replace(SMALL, eval_every=1, lookback="live"),
+        *(3, 2, 2, BIT_FLIPS | {"lose", "notice", "silent"}),
+    ),
+    "wrong bits of four": Setting(SMALL, 4, 2, 2, BIT_FLIPS | {"lose", "notice"}),
     # No backend raises a loss from a probe, which says instead that a slice is down.
     "a probe that raises": Setting(
         replace(PAUSE, snapshot_every=1, checkpoint_every=0),
@@ -81,12 +104,27 @@ def test_the_small_worlds_use_every_row_of_the_table():
 
 
 LARGE = {
+    "three faults": Setting(SMALL, 4, 2, 3, FAULTS - {"lose all"}),
     "four slices": Setting(SMALL, 4, 2, 2),
     "five slices": Setting(SMALL, 5, 2, 2),
     "eight slices": Setting(
         SMALL, 8, 2, 3, frozenset({"lose", "hang", "silent", "error", "preempt"})
     ),
     "in flight": Setting(replace(SMALL, inflight=2), 3, 3, 2, FAULTS - {"lose all", "notice"}),
+    "by time": Setting(CLOCK, 2, 3, 2, frozenset({"lose", "notice", "preempt", "disk full"})),
+    "by time, pause": Setting(
+        replace(CLOCK, min_slices=2), 2, 3, 2, frozenset({"lose", "notice", "hang"})
+    ),
+    "wrong bits": Setting(replace(SMALL, eval_every=1), 3, 2, 2, BIT_FLIPS | FAULTS),
+    "wrong bits, live": Setting(
+        replace(SMALL, eval_every=1, lookback="live"), 3, 2, 3, BIT_FLIPS | {"lose", "notice"}
+    ),
+    "wrong bits, patience": Setting(
+        replace(SMALL, patience=1.0), 4, 2, 2, BIT_FLIPS | {"lose", "notice", "silent"}
+    ),
+    "wrong bits, standby": Setting(
+        replace(SMALL, max_slices=3), 4, 3, 2, BIT_FLIPS | {"lose", "notice"}
+    ),
 }
 
 
@@ -119,6 +157,17 @@ def test_no_slice_is_special():
 def test_the_last_save_begins_though_the_one_before_it_is_lost_with_a_slice_that_was_left():
     policy = replace(SMALL, snapshot_every=1, checkpoint_every=1)
     explore(Setting(policy, 2, 3, 2, frozenset({"lose", "notice"})))
+
+
+def test_a_save_before_slices_are_left_counts_as_the_last_by_time():
+    """Found by `by time` of the larger worlds: nothing runs then, and the next save was begun as
+    soon as something did."""
+    policy = replace(POLICY, min_slices=4, checkpoint_seconds=600.0)
+    state, effects = on(
+        training(40), PreemptionNoticed, policy, at=99.0, slices=frozenset({2}), until=500.0
+    )
+    assert isinstance(state, Waiting) and any(isinstance(effect, Save) for effect in effects)
+    assert state.ledger.saved_at == 99.0
 
 
 # --- defective machines ---------------------------------------------------------------------------
@@ -217,6 +266,97 @@ def silent(state, event, policy):
     """Fails, and does not say why."""
     after, effects = transition(state, event, policy)
     return (Failed("") if isinstance(after, Failed) else after), effects
+
+
+def forgiving(state, event, policy):
+    """Takes a slice back whose bits were wrong, as soon as it answers."""
+    after, effects = transition(state, event, policy)
+    if isinstance(event, Probed) and isinstance(after, Training | Restoring):
+        back = after.ledger.corrupt & event.up
+        after = replace(after, ledger=replace(after.ledger, up=after.ledger.up | back))
+    return after, effects
+
+
+def trusting(state, event, policy):
+    """Takes a slice with wrong bits for one that was lost."""
+    if isinstance(event, SlicesLost) and event.corrupt:
+        event = replace(event, corrupt=False)
+    return transition(state, event, policy)
+
+
+def boastful(state, event, policy):
+    """Counts as evaluated what wrong bits gave."""
+    after, effects = transition(state, event, policy)
+    if isinstance(event, SlicesLost) and event.corrupt and isinstance(after, Restoring):
+        ledger = replace(after.ledger, evaluated=state.ledger.evaluated)
+        after = replace(after, ledger=ledger)
+    return after, effects
+
+
+BITS = replace(SMALL, eval_every=1, lookback="live")
+
+
+@pytest.mark.parametrize(
+    ("rules", "message"),
+    [
+        (forgiving, "a corrupt slice is used again"),
+        (trusting, "wrong bits are kept"),
+        (boastful, "what was taken back counts as evaluated"),
+    ],
+)
+def test_the_search_finds_a_machine_that_trusts_wrong_bits(rules, message):
+    kinds = BIT_FLIPS | {"lose", "silent"}
+    with pytest.raises(AssertionError, match=f"{message}.*\\nbegin"):
+        explore(Setting(BITS, 3, 2, 2, kinds, rules=rules))
+
+
+def hurried(state, event, policy):
+    """Forgets when it began its last save."""
+    after, effects = transition(state, event, policy)
+    if any(isinstance(effect, Save) for effect in effects) and isinstance(after, Training):
+        after = replace(after, ledger=replace(after.ledger, saved_at=state.ledger.saved_at))
+    return after, effects
+
+
+def ahead(state, event, policy):
+    """Notes a save for a second later than it began."""
+    after, effects = transition(state, event, policy)
+    if any(isinstance(effect, Save) for effect in effects) and isinstance(after, Training):
+        after = replace(after, ledger=replace(after.ledger, saved_at=event.at + 1))
+    return after, effects
+
+
+def restless(state, event, policy):
+    """Saves at every snapshot, whatever the time."""
+    return transition(state, event, replace(policy, checkpoint_every=1))
+
+
+def slow(state, event, policy):
+    """Saves when ten times as long has passed."""
+    return transition(state, event, replace(policy, checkpoint_seconds=10.0))
+
+
+def doubling(state, event, policy):
+    """Begins a save though another is under way."""
+    if isinstance(event, Snapshotted) and isinstance(state, Training) and state.ledger.saving:
+        state = replace(state, ledger=replace(state.ledger, saving=None, save_owed=True))
+    return transition(state, event, policy)
+
+
+@pytest.mark.parametrize(
+    ("rules", "message"),
+    [
+        (hurried, "when it was begun is wrong"),
+        (ahead, "when it was begun is wrong"),
+        (restless, "a save before its time"),
+        (slow, "a save is due, and"),
+        (doubling, "two saves at once"),
+    ],
+)
+def test_the_search_finds_a_machine_with_a_bad_clock(rules, message):
+    policy = replace(CLOCK, snapshot_every=1)
+    with pytest.raises(AssertionError, match=f"{message}.*\\nbegin"):
+        explore(Setting(policy, 2, 3, 1, frozenset({"lose"}), rules=rules))
 
 
 @pytest.mark.parametrize(

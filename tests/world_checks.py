@@ -9,8 +9,10 @@ from __future__ import annotations
 from typing import Any
 
 from elastix.machine import (
+    Abandon,
     Committed,
     Diagnosing,
+    Dispatched,
     Done,
     Event,
     Failed,
@@ -20,21 +22,26 @@ from elastix.machine import (
     RestoreFailed,
     Restoring,
     RunStep,
+    Save,
     Saved,
+    SaveFailed,
+    SlicesLost,
     Snapshot,
     SnapshotMissing,
     Snapshotted,
     Starting,
     State,
     StepStuck,
+    Stopping,
     Tier,
     Training,
     Tried,
+    Waiting,
     is_stale,
 )
 from tests.world_names import anonymous, mask_of
 from tests.world_play import Play
-from tests.world_values import GOOD, World
+from tests.world_values import GOOD, WRONG, World
 
 Running = Training | Restoring | Diagnosing | Finishing
 
@@ -49,6 +56,7 @@ class Checks:
         self._pairs: set[tuple[int, int, int]] = set()
         self._asked: set[tuple[int, int]] = set()
         self._sources: dict[int, tuple[tuple[int, int, int, int], ...]] = {}
+        self._used: dict[int, int] = {}
 
     def edge(self, before: World, name: str, after: World) -> None:
         values = self._play.values
@@ -65,6 +73,8 @@ class Checks:
         if event is not None:
             self._machine(before.machine, event, after.machine)
         self._health(state, after)
+        if event is not None and after.condemned:
+            self._bits(before, values[event], after)
         if isinstance(state, Done | Failed):
             self._ended(before, name, after)
         else:
@@ -97,6 +107,8 @@ class Checks:
         if (before, event) not in self._asked:
             self._asked.add((before, event))
             self._nobody_is_special(before, event)
+            if self._policy.checkpoint_seconds:
+                self._in_time(before, event)
         key = (before, event, after)
         if key in self._pairs:
             return
@@ -136,12 +148,78 @@ class Checks:
         done = [(values[o.machine], *(values[t] for t in o.todo)) for o in outcomes]
         assert len({anonymous(d, spares) for d in done}) == 1, "a slice is special"
 
+    def _in_time(self, before: int, event: int) -> None:
+        """By time, a save is begun when it is due and not before, and that is noted."""
+        values = self._play.values
+        was, said = values[before], values[event]
+        stale = isinstance(was, Starting) or is_stale(was, said)
+        if stale or self._play.given_up(before, said):
+            return
+        for machine, todo in self._play.outcomes[before, event]:
+            now = values[machine]
+            if not isinstance(now, Done | Failed | Finishing | Stopping):
+                self._save_in_time(was, said, now, [values[n] for n in todo])
+
+    def _save_in_time(self, was: Any, said: Event, now: Any, todo: list[Any]) -> None:
+        left, right, seconds = was.ledger, now.ledger, self._policy.checkpoint_seconds
+        begun = any(isinstance(effect, Save) for effect in todo)
+        over = isinstance(said, Saved | SaveFailed) or any(isinstance(e, Abandon) for e in todo)
+        assert not (begun and left.saving) or over, "two saves at once"
+        assert right.saved_at == (said.at if begun else left.saved_at), "when it was begun is wrong"
+        due, free = said.at - left.saved_at >= seconds, left.saving is None or over
+        asked = left.save_owed or self._due_by_steps(getattr(said, "step", 0))
+        leaves = isinstance(now, Waiting)  # and takes its memory along
+        assert due or asked or leaves or not begun, "a save before its time"
+        if not (due and free and left.durable and isinstance(now, Training)):
+            return
+        if isinstance(said, Dispatched):
+            assert now.owed == said.step, "a save is due, and no snapshot"
+        if isinstance(said, Snapshotted | Saved):
+            disk = max((s.step for s in right.sources if s.tier is Tier.DISK), default=0)
+            newer = (s for s in right.sources if s.tier is Tier.HOST and s.step > disk)
+            can = any(s.holders & (right.up | right.noticed) for s in newer)
+            assert begun or not can, "a save is due, and is not begun"
+
+    def _due_by_steps(self, step: int) -> bool:
+        every = self._policy.checkpoint_every
+        return step == self._play.setting.num_steps or (every > 0 and step % every == 0)
+
     # --- the machine and the world ------------------------------------------------------------
 
     def _health(self, state: State, after: World) -> None:
         if isinstance(state, Training | Restoring | Finishing):
             dead = after.told & mask_of(state.mesh)
             assert not dead, "trains on a slice that is known to be gone"
+        if after.condemned:
+            assert not after.condemned & self._uses(after.machine), "a corrupt slice is used again"
+
+    def _uses(self, machine: int) -> int:
+        """The slices that a machine runs on, would run on, reads from or counts on."""
+        found = self._used.get(machine)
+        if found is None:
+            state, ids = self._play.values[machine], set()
+            if not isinstance(state, Starting | Done | Failed):
+                ledger = state.ledger
+                ids |= ledger.up | getattr(state, "mesh", frozenset())
+                ids = ids.union(*(s.holders for s in ledger.sources))
+                ids |= {ledger.saving.holder} if ledger.saving else set()
+            found = self._used[machine] = mask_of(frozenset(ids))
+        return found
+
+    def _bits(self, before: World, said: Event, after: World) -> None:
+        """What was computed since a slice held other bits is not used, once that is known."""
+        was, now = (self._play.values[w.machine] for w in (before, after))
+        if not isinstance(said, SlicesLost) or not said.corrupt or is_stale(was, said):
+            return
+        kept = [d for d in after.device if d[4] or d[2] & WRONG]
+        assert not kept, f"wrong bits are kept: {kept}"
+        if isinstance(now, Done | Failed):
+            return
+        assert all(s.tier is not Tier.LIVE for s in now.ledger.sources), "wrong bits are a source"
+        if isinstance(now, Restoring):
+            assert now.source.step <= after.rows, "goes on after rows that were taken back"
+        last = after.evaluations.bit_length() - 1
+        assert now.ledger.evaluated <= max(last, 0), "what was taken back counts as evaluated"
 
     def _ended(self, before: World, name: str, after: World) -> None:
         setting, values = self._play.setting, self._play.values
@@ -154,12 +232,21 @@ class Checks:
         assert end.train_state is None or end.train_state.step == step, "one step"
         if end.outcome == "done":
             assert step == setting.num_steps, "done, before the last step"
+            if setting.recording:
+                self._on_record(after)
         else:
             asked = name == "preempt" or was.ledger.draining
             assert asked, "stopped, and nobody had asked for it"
         if setting.durable:
             on_disk = step == 0 or after.disk >> step & 1
             assert on_disk, f"{end.outcome}, and not on disk"
+
+    def _on_record(self, after: World) -> None:
+        """Every step and every evaluation that was due, and nothing that wrong bits gave."""
+        steps, every = range(1, self._play.setting.num_steps + 1), self._policy.eval_every
+        due = sum(1 << s for s in steps if every and (s % every == 0 or s == steps[-1]))
+        assert (after.rows, after.untrue) == (steps[-1], 0), "done, and the rows are not right"
+        assert (after.evaluations, after.misjudged) == (due, 0), "done, and not evaluated"
 
     def _snapshots(self, before: World, event: int | None, after: World) -> None:
         values = self._play.values
@@ -190,10 +277,12 @@ class Checks:
         assert best >= kept, "a good snapshot was dropped before a newer one"
 
     def _promises(self, was: Any, now: Restoring, event: int | None, before: World) -> None:
-        """A move loses no step, and neither does a loss with lookback `live`."""
+        """A move loses no step, nor does a loss with lookback `live`; but for wrong bits."""
         if not isinstance(was, Training):
             return
         said = self._play.values[event] if event is not None else None
+        if isinstance(said, SlicesLost) and said.corrupt:
+            return
         lost = self._play.heard(before.machine, event)[0] if event is not None else 0
         if isinstance(said, Probed):
             lost |= mask_of(said.emptied)
@@ -222,7 +311,7 @@ _RANK = {Tier.SEED: 0, Tier.DISK: 1, Tier.HOST: 2, Tier.LIVE: 3}
 def _restorable(w: World, step: int, tier: int, epoch: int, holders: int) -> bool:
     if tier == 3:
         found = (d for d in w.device if d[:2] == (epoch, step))
-        return any(d[2] == GOOD and d[3] & holders & w.up for d in found)
+        return any(d[2] & GOOD and d[3] & holders & w.up for d in found)
     if tier == 2:
         return bool(w.memory[step] & holders & w.up)
     return tier == 0 or bool(w.disk >> step & 1)

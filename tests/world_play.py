@@ -8,6 +8,10 @@ sets of slices and of steps are bits, events and effects are their numbers in a 
 A fault may strike wherever somebody looks at a slice afterwards: before each operation of the
 driver and before each answer of the saver. Hearing an event looks at no slice, and so commutes with
 what happens to slices: a loss before it, and the same loss after it, lead to the same world.
+
+Wrong bits are told from right ones by nobody but a snapshot, which compares the slices. Once a
+slice that held others than the rest is gone, or was copied to all, no one can tell: what the slices
+that are left agree on counts as right from then on.
 """
 
 from __future__ import annotations
@@ -51,9 +55,11 @@ from elastix.machine import (
     Waiting,
     WakeAt,
     Woke,
+    trusted_step,
 )
 from tests.world_names import mask_of
-from tests.world_values import GOOD, PENDING, POISON, Asking, Setting, World
+from tests.world_record import evaluated, forgiven, recorded, retracted, unjudged
+from tests.world_values import GOOD, POISON, STAMPED, WRONG, Asking, Setting, World
 
 LATE = 1e9
 """A second after every deadline."""
@@ -94,6 +100,7 @@ class Play(Asking):
             events=(self.book.number(started),),
             memory=(0,) * (setting.num_steps + 1),
             disk=sum(1 << step for step in setting.on_disk),
+            rows=max(setting.on_disk, default=0) if setting.recording else 0,
         )
 
     # --- choices ----------------------------------------------------------------------------
@@ -131,6 +138,8 @@ class Play(Asking):
         if self.may(w, "lose"):
             for s, bit in self.one_of(w.up | w.emptied):
                 yield f"lose {s}", _lose(_spend(w), bit)
+        if self.policy.checkpoint_seconds and w.clock == 0:
+            yield "tick", w._replace(clock=1)
         if self.may(w, "lose all") and w.up | w.emptied:
             yield "lose all", _lose(_spend(w), w.up | w.emptied)
 
@@ -140,13 +149,12 @@ class Play(Asking):
         if ledger is None:
             return
         if self.may(w, "preempt") and not ledger.draining:
-            event = self.event(PreemptionNoticed, w.epoch)
+            event = self.told(w, PreemptionNoticed)
             yield from self.feed("preempt", _spend(w), event)
         if self.may(w, "notice"):
-            for s, bit in self.one_of(mask_of(ledger.up)):
+            for s, bit in self.one_of(mask_of(ledger.up | ledger.corrupt)):
                 for until in (0.0, 1.0):  # at the next probe it is over, or it is not
-                    one = {"slices": self.sets[bit], "until": until}
-                    event = self.event(PreemptionNoticed, w.epoch, **one)
+                    event = self.told(w, PreemptionNoticed, slices=self.sets[bit], until=until)
                     yield from self.feed(f"notice {s}", _spend(w), event)
 
     def wait(self, w: World) -> Iterator[Choice]:
@@ -208,7 +216,13 @@ class Play(Asking):
     # --- answers ----------------------------------------------------------------------------
 
     def answer(self, w: World, kind: type[Event], **said: Any) -> World:
-        return w._replace(events=(*w.events, self.event(kind, w.epoch, **said)))
+        return w._replace(events=(*w.events, self.told(w, kind, **said)))
+
+    def told(self, w: World, kind: type[Event], epoch: int | None = None, **said: Any) -> int:
+        """The number of an event that is told now; `epoch` is the driver's if none is given."""
+        if self.policy.checkpoint_seconds and kind in STAMPED:
+            said["at"] = float(w.clock)
+        return self.event(kind, w.epoch if epoch is None else epoch, **said)
 
     def give_up(self, w: World, kind: type[Event], **said: Any) -> World:
         """Nobody waits any more for what is in the foreground."""
@@ -227,9 +241,13 @@ class Play(Asking):
         unpublished = w.unpublished
         if isinstance(said, Snapshotted):
             unpublished &= ~(1 << said.step)
+        if lost and getattr(said, "corrupt", False):
+            w = w._replace(condemned=w.condemned | lost)
+            w = retracted(w, trusted_step(self.values[w.machine]))
         for machine, todo in self.outcome(w.machine, event):
             after = w._replace(machine=machine, todo=todo, told=told, unpublished=unpublished)
-            yield name, self.recounted(self.started(self.freed(after)))
+            after = unjudged(self.freed(after))
+            yield name, self.recounted(self.reset_clock(self.started(after)))
 
     def started(self, w: World) -> World:
         """Effects that look at no slice are started at once, up to the first that does."""
@@ -242,6 +260,7 @@ class Play(Asking):
                 w = _new_epoch(w, effect.epoch)
             match effect:
                 case Save():
+                    assert all(gone for _, gone in w.saves), "two saves at once"
                     w = w._replace(saves=(*w.saves, (self.book.number(effect), False)))
                 case Abandon():
                     w = self.abandon(w, effect)
@@ -262,11 +281,12 @@ class Play(Asking):
         yield from self.guarded(w, self.restore(w, effect, mesh, holders), "restore")
 
     def restore(self, w: World, effect: Prepare, mesh: int, holders: int) -> Iterator[Choice]:
-        source = effect.source
+        source, how, odd = effect.source, GOOD, 0
         match source.tier:
             case Tier.LIVE:
                 found = [d for d in w.device if d[:2] == (source.epoch, source.step)]
-                right = bool(found) and found[0][2] == GOOD and not holders & ~found[0][3]
+                right = bool(found) and found[0][2] & GOOD and not holders & ~found[0][3]
+                how, odd = (found[0][2], found[0][4] & holders) if found else (GOOD, 0)
             case Tier.HOST:
                 down = holders & ~(w.up | w.emptied)
                 found = down | holders & w.memory[source.step]
@@ -286,12 +306,14 @@ class Play(Asking):
                 yield "missing", self.answer(w, SnapshotMissing, source=source)
             return
         for after in self.checked(w, mesh | holders, "restore"):
-            if after is w:
-                assert right, f"{source} was restored, and a holder has lost it"
-                made = (w.epoch, source.step, GOOD, mesh)
+            if after is not w:
+                yield "restore", after
+                continue
+            assert right, f"{source} was restored, and a holder has lost it"
+            for others in copied(odd, holders, mesh):
+                made = (w.epoch, source.step, how, mesh, others)
                 after = w._replace(device=tuple(sorted({*w.device, made})), batch=-1)
-                after = self.answer(after, Prepared, step=source.step)
-            yield "restore", after
+                yield "restore", self.answer(after, Prepared, step=source.step)
 
     def run_step(self, w: World, effect: RunStep) -> Iterator[Choice]:
         if self.may(w, "data"):
@@ -308,26 +330,45 @@ class Play(Asking):
         assert before, f"step {step} runs on a train state that was freed"
         batch = step if w.batch < 0 else w.batch + 1
         assert batch == step, f"step {step} consumes batch {batch}"
-        _, _, how, held = before[0]
-        spoilt = how == POISON or gone or held != w.mesh
-        made = (w.epoch, step, POISON if spoilt else PENDING, w.mesh & w.up)
+        _, _, how, held, odd = before[0]
+        spoilt = POISON if how & POISON or gone or held != w.mesh else 0
+        wrong = WRONG if how & WRONG or odd else 0
         kept = set(w.device) if self.policy.lookback == "live" else set(w.device) - {before[0]}
-        ran = w._replace(
-            device=tuple(sorted({*kept, made})), inflight=(*w.inflight, step), batch=batch
-        )
-        yield "dispatch", self.answer(ran, Dispatched, step=step)
+        w = w._replace(inflight=(*w.inflight, step), batch=batch)
+        for name, then, flipped in self.flips(w):
+            made = (w.epoch, step, spoilt | wrong, w.mesh & w.up, odd | flipped)
+            ran = then._replace(device=tuple(sorted({*kept, made})))
+            yield name, self.answer(ran, Dispatched, step=step)
+
+    def flips(self, w: World) -> Iterator[tuple[str, World, int]]:
+        """A step that is dispatched, and whether the bits of a slice change while it runs: of one
+        slice at a time, since what two of them hold would be two other things."""
+        yield "dispatch", w, 0
+        if self.may(w, "corrupt") and not any(d[4] for d in w.device):
+            for s, bit in self.one_of(w.mesh & w.up):
+                yield f"corrupt {s}", _spend(w), bit
 
     def commit(self, w: World) -> Iterator[Choice]:
         for after in self.read(w):
             if after is w:
                 step, rest = w.inflight[0], w.inflight[1:]
                 states = [d for d in w.device if d[:2] == (w.epoch, step)]
-                assert all(d[2] != POISON for d in states), f"step {step} was computed by the dead"
-                known = tuple((*d[:2], GOOD, d[3]) if d in states else d for d in w.device)
-                after = self.answer(
-                    w._replace(inflight=rest, device=known), Committed, step=step, finite=True
+                assert not any(d[2] & POISON for d in states), (
+                    f"step {step} was computed by the dead"
                 )
+                known = ((*d[:2], d[2] | GOOD, *d[3:]) if d in states else d for d in w.device)
+                after = w._replace(inflight=rest, device=tuple(known))
+                after = self.written(after, step, states)
             yield "read", after
+
+    def written(self, w: World, step: int, states: list[Any]) -> World:
+        """The row is written before the step is told, and held against the one on record."""
+        if self.setting.recording:
+            after = recorded(w, step, bool(states[0][2] & WRONG))
+            if after is None:
+                return self.answer(w, ProgramFailed, reason="done again, and another loss")
+            w = after
+        return self.answer(w, Committed, step=step, finite=True)
 
     def read(self, w: World) -> Iterator[World]:
         """What a step says comes from every slice of the mesh, or not at all."""
@@ -343,8 +384,11 @@ class Play(Asking):
         for after in self.read(w):
             if after is w:
                 states = [d for d in w.device if d[:2] == (w.epoch, w.evaluating)]
-                assert states and states[0][2] == GOOD, "evaluates what was freed or is not right"
+                assert states and states[0][2] & GOOD, "evaluates what was freed or is not right"
                 after = self.answer(w._replace(evaluating=-1), Evaluated, step=w.evaluating)
+                if self.setting.recording:
+                    wrong = bool(states[0][2] & WRONG or states[0][4])
+                    after = evaluated(after, w.evaluating, wrong)
             yield "evaluation", after
 
     def snapshot(self, w: World, effect: Snapshot) -> Iterator[Choice]:
@@ -356,12 +400,26 @@ class Play(Asking):
             if after is w:
                 states = [d for d in w.device if d[:2] == (w.epoch, step)]
                 assert states, f"the snapshot of step {step} copies what was freed"
-                assert states[0][2:] == (GOOD, w.mesh), f"the snapshot of step {step} is not right"
-                memory = (*w.memory[:step], w.memory[step] | w.mesh, *w.memory[step + 1 :])
-                after = w._replace(memory=memory, unpublished=w.unpublished | 1 << step)
-                holders = self.sets[w.mesh]
-                after = self.answer(after, Snapshotted, step=step, holders=holders)
+                _, _, how, held, odd = states[0]
+                right = how & GOOD and held == w.mesh
+                assert right, f"the snapshot of step {step} is not right"
+                after = self.compared(w, odd) or self.copied(forgiven(w, how, odd), step)
             yield "snapshot", after
+
+    def copied(self, w: World, step: int) -> World:
+        memory = (*w.memory[:step], w.memory[step] | w.mesh, *w.memory[step + 1 :])
+        after = w._replace(memory=memory, unpublished=w.unpublished | 1 << step)
+        return self.answer(after, Snapshotted, step=step, holders=self.sets[w.mesh])
+
+    def compared(self, w: World, odd: int) -> World | None:
+        """What a snapshot finds, if not all slices of the mesh hold the same."""
+        rest = w.mesh & ~odd
+        if not odd or not rest:
+            return None
+        if odd.bit_count() == rest.bit_count():
+            return self.give_up(w, ProgramFailed, reason="no majority")
+        fewer = min(odd, rest, key=int.bit_count)
+        return self.give_up(w, SlicesLost, slices=self.sets[fewer], corrupt=True)
 
     # --- asking -----------------------------------------------------------------------------
 
@@ -418,7 +476,7 @@ class Play(Asking):
             return
         steps = [s for s in range(len(w.memory)) if (w.disk | 1 << save.step) >> s & 1]
         kept = sum(1 << s for s in steps[-self.policy.keep_checkpoints :])
-        done = self.event(Saved, save.epoch, step=save.step)
+        done = self.told(w, Saved, save.epoch, step=save.step)
         disk = w.disk if abandoned else kept  # what an abandoned save writes is removed behind it
         yield "save", w._replace(answers=(*w.answers, done), disk=disk)
         if abandoned:
@@ -430,7 +488,7 @@ class Play(Asking):
 
     def unsaved(self, w: World, save: Save, lost: int) -> World:
         said = {"step": save.step, "reason": "x", "lost": self.sets[lost]}
-        return w._replace(answers=(*w.answers, self.event(SaveFailed, save.epoch, **said)))
+        return w._replace(answers=(*w.answers, self.told(w, SaveFailed, save.epoch, **said)))
 
     def abandon(self, w: World, effect: Abandon) -> World:
         """Whatever there is of it is removed, even if it was answered and nobody has heard."""
@@ -439,6 +497,18 @@ class Play(Asking):
             (n, gone or (self.values[n].epoch, self.values[n].step) == which) for n, gone in w.saves
         )
         return w._replace(saves=saves, disk=w.disk & ~(1 << effect.step))
+
+
+def copied(odd: int, holders: int, mesh: int) -> Iterator[int]:
+    """The slices that hold other bits when `holders` have given what they hold to the rest of the
+    mesh: whether those that hold others are copied from, nobody says."""
+    kept, new = odd & mesh, mesh & ~holders
+    if not odd or not new:
+        yield kept
+        return
+    if holders & ~odd:
+        yield kept
+    yield kept | new
 
 
 def _spend(w: World) -> World:
@@ -455,8 +525,8 @@ def _lose(w: World, slices: int) -> World:
         return w
     keep = ~slices
     device = tuple(
-        (e, step, POISON if how == PENDING and held & slices else how, held & keep)
-        for e, step, how, held in w.device
+        (e, step, how if how & GOOD or not held & slices else how | POISON, held & keep, odd & keep)
+        for e, step, how, held, odd in w.device
     )
     return w._replace(
         device=device,

@@ -17,6 +17,9 @@ from tests.world_checks import Checks
 from tests.world_play import Play
 from tests.world_values import Setting, World
 
+UNDRIVEN = ("lose", "return", "notice", "preempt", "tick")
+"""What happens by itself; where nothing else can, a run stalls."""
+
 
 @dataclass
 class Explored:
@@ -89,7 +92,7 @@ class Search:
         try:
             for name, after in play.choices(world):
                 count += 1
-                driven = driven or not name.startswith(("lose", "return", "notice", "preempt"))
+                driven = driven or not name.startswith(UNDRIVEN)
                 check(world, name, after)
                 self._add(here, self._end(after) or play.canonical(after))
         except Exception as error:

@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from elastix.machine import (
+    Committed,
+    DataFailed,
+    Dispatched,
     Done,
     Effect,
+    Evaluated,
     Event,
     Failed,
     Policy,
+    PreemptionNoticed,
+    Prepared,
     Save,
     Saved,
     SaveFailed,
     SlicesLost,
+    Snapshotted,
     Starting,
     State,
     is_stale,
@@ -45,8 +52,18 @@ FAULTS = frozenset(
 OUTSIDE_THE_CONTRACT = frozenset({"probe"})
 """A probe raises DATA_LOSS. A backend says of a slice that it is down, and does not raise that."""
 
-PENDING, GOOD, POISON = 0, 1, 2
-"""Of a train state: dispatched and not read, right, or computed with a slice that was dead."""
+BIT_FLIPS = frozenset({"corrupt"})
+"""The bits of one slice change in silence, while a step runs."""
+
+PENDING, GOOD, POISON, WRONG = 0, 1, 2, 4
+"""Of a train state: dispatched and not read, read, or computed with a slice that was dead; and,
+besides, computed from what a slice with other bits had added."""
+
+STAMPED = (
+    *(Dispatched, Committed, Evaluated, DataFailed, Snapshotted, Prepared),
+    *(Saved, SaveFailed, PreemptionNoticed),
+)
+"""The events of which it matters how long after the last save they came."""
 
 Rules = Callable[[State, Event, Policy], tuple[State, tuple[Effect, ...]]]
 
@@ -70,6 +87,11 @@ class Setting:
     thorough: bool = False
     """Ask the machine everything under every numbering of the slices."""
 
+    @property
+    def recording(self) -> bool:
+        """Whether rows may have to be taken back, so that the world must know them."""
+        return "corrupt" in self.kinds
+
 
 class World(NamedTuple):
     """Everything outside the machine, and the machine. Epochs are counted from the machine's: the
@@ -86,8 +108,9 @@ class World(NamedTuple):
     saves: tuple[tuple[int, bool], ...] = ()
     """What the saver has to do, in this order, and whether it was abandoned."""
     inflight: tuple[int, ...] = ()
-    device: tuple[tuple[int, int, int, int], ...] = ()
-    """(epoch, step, how it is, slices that hold it): the train states that were not freed."""
+    device: tuple[tuple[int, int, int, int, int], ...] = ()
+    """(epoch, step, how it is, slices that hold it, those of them that hold other bits than the
+    rest): the train states that were not freed."""
     memory: tuple[int, ...] = ()
     """For each step the slices with a host copy."""
     unpublished: int = 0
@@ -105,6 +128,17 @@ class World(NamedTuple):
     evaluating: int = -1
     wake: bool = False
     connected: bool = True
+    condemned: int = 0
+    """The slices that the machine was told hold wrong bits."""
+    rows: int = 0
+    """The last step on record; only kept where rows may have to be taken back."""
+    untrue: int = 0
+    """The steps whose row tells what a wrong state gave."""
+    evaluations: int = 0
+    misjudged: int = 0
+    """The steps whose evaluation is on record, and those of them that were of a wrong state."""
+    clock: int = 0
+    """Seconds since the last save was begun: 0, or 1 and more; only told where the policy asks."""
 
 
 class Outcome(NamedTuple):
@@ -217,21 +251,22 @@ class Asking:
             events=tuple(renumbered(n, perm) for n in w.events),
             answers=tuple(renumbered(n, perm) for n in w.answers),
             saves=tuple((renumbered(n, perm), gone) for n, gone in w.saves),
-            device=tuple((*d[:3], masks[d[3]]) for d in w.device),
+            device=tuple((*d[:3], masks[d[3]], masks[d[4]]) for d in w.device),
             memory=tuple(masks[m] for m in w.memory),
             up=masks[w.up],
             emptied=masks[w.emptied],
             hung=masks[w.hung],
             mesh=masks[w.mesh],
             told=masks[w.told],
+            condemned=masks[w.condemned],
         )
 
     def lanes(self, w: World) -> list[tuple[Any, Any]]:
         """All that is said of each slice: by the world, and by the machine and the messages."""
-        key = (w.up, w.emptied, w.hung, w.mesh, w.told, w.memory, w.device)
+        key = (w.up, w.emptied, w.hung, w.mesh, w.told, w.condemned, w.memory, w.device)
         bits = self._bits.get(key)
         if bits is None:
-            sets = (*key[:5], *w.memory, *(d[3] for d in w.device))
+            sets = (*key[:6], *w.memory, *(m for d in w.device for m in d[3:]))
             each = range(self.setting.num_slices)
             bits = tuple(sum((m >> s & 1) << i for i, m in enumerate(sets)) for s in each)
             self._bits[key] = bits
@@ -268,3 +303,24 @@ class Asking:
             device=tuple((new[d[0]], *d[1:]) for d in w.device),
             epoch=new[w.epoch],
         )
+
+    def reset_clock(self, w: World) -> World:
+        """The last save was begun at second 0, and other times are counted from there."""
+        ledger = getattr(self.values[w.machine], "ledger", None)
+        if ledger is None or ledger.saved_at == 0:
+            return w
+        state, by = self.values[w.machine], ledger.saved_at
+        begun = replace(state, ledger=replace(ledger, saved_at=0.0))
+        return w._replace(
+            machine=self.book.number(begun),
+            events=tuple(self._stamp(n, by) for n in w.events),
+            answers=tuple(self._stamp(n, by) for n in w.answers),
+            clock=int(min(max(w.clock - by, 0), 1)),
+        )
+
+    def _stamp(self, number: int, by: float) -> int:
+        """The event, of `by` seconds earlier; more than a second either way is no news."""
+        event = self.values[number]
+        if not isinstance(event, STAMPED):
+            return number
+        return self.book.number(replace(event, at=min(max(event.at - by, -1.0), 1.0)))

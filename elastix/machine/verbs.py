@@ -21,6 +21,7 @@ from elastix.machine.ledger import (
     on_disk,
     probes_needed,
     save,
+    save_at,
 )
 from elastix.machine.messages import (
     Evaluate,
@@ -119,7 +120,7 @@ def leave(state: Training, event: Event, policy: Policy) -> Step:
     if snapshot is None and state.committed:
         return advance(replace(state, owed=state.committed), event, policy)
     if snapshot and ledger.durable:
-        ledger, effects = save(ledger, snapshot)
+        ledger, effects = save_at(ledger, snapshot, event.at, policy)
     nxt, more = wait(ledger, staying, event, policy)
     return nxt, effects + more
 
