@@ -6,7 +6,6 @@ import contextlib
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Protocol
 
 from elastix.evaluation import EvalRow
@@ -37,7 +36,7 @@ class RunInfo:
     """What is known when training begins."""
 
     recipe: Recipe
-    run_dir: Path | None
+    run_dir: str | None
     num_slices: int
     devices_per_slice: int
     num_params: int
@@ -51,7 +50,9 @@ class Summary:
     """How a run ended, as in `summary.json`."""
 
     outcome: str
+    """done, failed, or preempted: the same command goes on from disk."""
     reason: str | None
+    """Why it failed, or lost what it ran on; None if it was asked to stop."""
     steps: int
     state_sha256: str | None
     finite: bool | None

@@ -209,7 +209,8 @@ def training_program_failed():
 
 def training_controller_lost():
     state, _ = on(training(), ControllerLost, reason="proxy gone")
-    assert "proxy gone" in state.reason and "same command" in state.reason
+    assert state == Failed("the controller lost its devices (proxy gone)", resumable=True)
+    assert state.outcome == "preempted" and Failed("boom").outcome == "failed"
 
 
 def training_preemption_noticed():

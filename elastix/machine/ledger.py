@@ -29,7 +29,7 @@ NONE: Effects = ()
 def forget(ledger: Ledger, slices: Slices) -> tuple[Ledger, Effects]:
     """Drop `slices` from health and holders; abandon the save that reads from one of them."""
     effects: Effects = ()
-    kept = (replace(s, holders=s.holders - slices) if s.holders else s for s in ledger.sources)
+    kept = (replace(s, holders=s.holders - slices) for s in ledger.sources)
     sources = tuple(s for s in kept if s.holders or s.tier in (Tier.DISK, Tier.SEED))
     if ledger.saving and ledger.saving.holder in slices:
         effects = (Abandon(ledger.saving.epoch, ledger.saving.step),)

@@ -312,8 +312,8 @@ def data_failed(state: Training, event: DataFailed, policy: Policy) -> Step:
 
 def controller_lost(state: Live, event: ControllerLost, policy: Policy) -> Step:
     """Without its devices the process can only end; the durable tier stays."""
-    hint = "run the same command again to resume from the last checkpoint"
-    return Failed(f"the controller lost its devices ({event.reason}): {hint}"), NONE
+    reason = f"the controller lost its devices ({event.reason})"
+    return Failed(reason, resumable=True), NONE
 
 
 def preempt(state: Live, event: PreemptionNoticed, policy: Policy) -> Step:

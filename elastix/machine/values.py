@@ -224,9 +224,15 @@ class Done:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """The end with a reason, in one line."""
+    """The end with a reason, in one line. `resumable`: the world is to blame and not the run, so
+    the same command, which goes on from disk, may end otherwise."""
 
     reason: str
+    resumable: bool = False
+
+    @property
+    def outcome(self) -> str:
+        return "preempted" if self.resumable else "failed"
 
 
 Live = Training | Waiting | Restoring | Diagnosing | Finishing | Stopping
