@@ -17,7 +17,7 @@ import ml_dtypes
 import numpy as np
 
 FORMAT_VERSION = 1
-CHUNK = 16 << 20  # bytes; bounds what a load needs beyond the state itself
+CHUNK = 4 << 20  # bytes; bounds what a load needs beyond the state itself
 
 _ALIGN = 64  # bytes; leaves are views into the loaded array, so each starts at a cache line
 _NUMPY = frozenset(np.dtype(code).name for code in "?bhiqBHIQefdFD")  # bool to complex128
@@ -34,8 +34,15 @@ class UnreadableHereError(CheckpointError):
     """The checkpoint may be good, but not for this process: newer format, no memory, no access."""
 
 
-# What says more about this process than about the checkpoint it reads.
-_HERE = tuple(map(os.strerror, (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EACCES)))
+# What says more about this process, or about the way to the checkpoint, than about what it reads.
+_HERE = (
+    *map(os.strerror, (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EACCES)),
+    *("PERMISSION_DENIED:", "UNAUTHENTICATED:", "UNAVAILABLE:", "DEADLINE_EXCEEDED:"),
+    "retry attempts failed",  # of a request to a bucket
+)
+# What TensorStore appends to a message: its whole spec, among others.
+_APPENDED = re.compile(r" \[(tensorstore_spec|source|os_error|http_).*", re.DOTALL)
+_UNREADABLE = (MemoryError, UnreadableHereError, ConnectionError, TimeoutError)
 
 
 def error_of(what: str, error: BaseException) -> CheckpointError:
@@ -43,10 +50,9 @@ def error_of(what: str, error: BaseException) -> CheckpointError:
     chain = [error]
     while cause := chain[-1].__cause__:  # Orbax wraps the reason
         chain.append(cause)
-    here = any(isinstance(e, MemoryError | UnreadableHereError) for e in chain)
+    here = any(isinstance(e, _UNREADABLE) for e in chain)
     here = here or any(sign in str(e) for e in chain for sign in _HERE)
-    # TensorStore appends its whole spec.
-    text = re.sub(r" \[(tensorstore_spec|source|os_error).*", "", str(chain[-1]), flags=re.DOTALL)
+    text = _APPENDED.sub("", str(chain[-1]))
     text = text if len(text) < 400 else f"{text[:100]} ... {text[-300:]}"
     cls = UnreadableHereError if here else CheckpointError
     return cls(f"{what}: {type(chain[-1]).__name__}: {text}")

@@ -15,25 +15,21 @@ one rotten metadata file in an old step would make every later save fail.
 from __future__ import annotations
 
 import contextlib
-import itertools
 import math
-import os
-import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-from orbax.checkpoint import v1 as ocp
 
+from elastix.checkpoint_folder import Folder
 from elastix.checkpoint_format import (
-    CHUNK,
     FORMAT_VERSION,
     CheckpointError,
     UnreadableHereError,
     pack,
 )
-from elastix.checkpoint_reading import TMP, CheckpointReader, SetAside, explained, note
+from elastix.checkpoint_reading import CheckpointReader, SetAside, explained
 
 __all__ = [
     "FORMAT_VERSION",
@@ -62,20 +58,15 @@ class CheckpointStore(CheckpointReader):
     written, or `keep` < 1.
     """
 
-    def __init__(self, root: Path, *, keep: int) -> None:
+    def __init__(self, where: Path | Folder, *, keep: int) -> None:
         if keep < 1:
             raise ValueError(f"keep={keep}: at least 1 checkpoint must be kept")
-        super().__init__(root)
-        self._context = _orbax_context()
+        super().__init__(where)
         self.keep, self._num_best = keep, 0
         self._loss_of: Callable[[int], float | None] = lambda step: None
         self._hindrance: Callable[[], str | None] = lambda: None
         try:
-            self.root.mkdir(parents=True, exist_ok=True)
-            self._remove_temporaries()
-            probe = self.root / ".elastix-probe"
-            probe.write_bytes(b"probe")
-            probe.unlink()
+            self._folder.prepare()
         except OSError as error:
             raise ValueError(f"checkpoints cannot be written to {self.root}: {error}") from error
 
@@ -103,15 +94,15 @@ class CheckpointStore(CheckpointReader):
         if why := self._hindrance():
             raise CheckpointError(f"step {step} was not saved: {why}")
         document, packed = pack(step, leaves, metadata)
-        path, moved = self._path(step), None
-        if os.path.lexists(path):
+        moved = None
+        if self._holds(step):
             difference = self._difference(step, document)
             if difference is None:
                 return 0
-            moved = self.set_aside(step, difference)
+            moved = self._move_aside(step, difference)
         with explained(f"step {step} was not saved"):
             try:
-                self._write(path, document, packed)
+                self._folder.write(step, document, packed)
                 self._verify_same(step, document)
             except Exception:
                 self._undo(step, moved)
@@ -134,19 +125,12 @@ class CheckpointStore(CheckpointReader):
                 bad.append(SetAside(step, self.set_aside(step, str(error)), str(error)))
         return None, tuple(bad)
 
-    def set_aside(self, step: int, why: str) -> Path:
+    def set_aside(self, step: int, why: str) -> Path | str:
         """Rename `step` to set-aside-<step>-<k>, with `why` in a .txt beside it; deletes nothing.
 
         Returns the new path. Raises CheckpointError if there is no such step.
         """
-        names = (self.root / f"set-aside-{step}-{k}" for k in itertools.count())
-        target = next(p for p in names if not p.exists() and not note(p).exists())
-        with explained(f"step {step} cannot be set aside"):
-            os.rename(self._path(step), target)
-            _sync(self.root)
-        with contextlib.suppress(OSError):  # a full disk must not stop a recovery
-            note(target).write_text(why + "\n", encoding="utf-8")
-        return target
+        return self._folder.aside_path(step, self._move_aside(step, why))
 
     def remove(self, step: int) -> None:
         """Delete `step` and its temporaries, for a save that was abandoned; absent is fine.
@@ -154,31 +138,18 @@ class CheckpointStore(CheckpointReader):
         Raises CheckpointError if something cannot be deleted.
         """
         with explained(f"step {step} cannot be removed"):
-            self._remove_temporaries(step)
-            if os.path.lexists(self._path(step)):
-                # Renamed first: killed half way, no half-deleted step is left with a good name.
-                trash = self.root / f"{step}{TMP}-removed"
-                os.rename(self._path(step), trash)
-                _sync(self.root)
-                shutil.rmtree(trash)
+            self._folder.remove(step)
 
     def close(self) -> None:
         """End the use of the store; nothing stays open or running between calls."""
 
-    def _remove_temporaries(self, step: int | None = None) -> None:
-        for unfinished, path in self._temporaries():
-            if step in (None, unfinished):
-                shutil.rmtree(path)
+    def _holds(self, step: int) -> bool:
+        with explained(f"step {step} was not saved"):
+            return self._folder.holds(step)
 
-    def _write(self, path: Path, document: dict, packed: np.ndarray) -> None:
-        if not self.root.is_dir():  # Orbax would make a new one, perhaps on another disk
-            raise FileNotFoundError(f"{self.root} is gone")
-        self._remove_temporaries()  # of a save that failed and could not remove its own
-        with self._context:
-            ocp.save(path, {"leaves": packed}, custom_metadata=document)
-        # Orbax syncs its arrays, but not its metadata files nor the rename.
-        for written in (*path.rglob("*"), path, self.root):
-            _sync(written)
+    def _move_aside(self, step: int, why: str) -> int:
+        with explained(f"step {step} cannot be set aside"):
+            return self._folder.set_aside(step, why)
 
     def _verify_same(self, step: int, document: dict) -> None:
         if self._document(step) != document:
@@ -190,17 +161,18 @@ class CheckpointStore(CheckpointReader):
         """Why what is on disk as `step` is not a good copy of `document`; None if it is."""
         try:
             self._verify_same(step, document)
+        except UnreadableHereError:  # it may be the same, or a better one
+            raise
         except CheckpointError as error:
             return f"a new save of step {step} took its place; {error}"
         return None
 
-    def _undo(self, step: int, moved: Path | None) -> None:
+    def _undo(self, step: int, moved: int | None) -> None:
         # Suppressed, because the failure of the save is the one to report.
         with contextlib.suppress(OSError, CheckpointError):
             self.remove(step)
             if moved is not None:
-                os.rename(moved, self._path(step))
-                note(moved).unlink()
+                self._folder.put_back(step, moved)
 
     def _retire(self, step: int) -> None:
         with contextlib.suppress(CheckpointError):  # tried again after the next save
@@ -215,21 +187,3 @@ class CheckpointStore(CheckpointReader):
         known = [(loss, -step) for step in steps if (loss := self._loss_of(step)) is not None]
         ranked = sorted(item for item in known if not math.isnan(item[0]))
         return [-step for _, step in ranked[: self._num_best]]
-
-
-def _orbax_context() -> ocp.Context:
-    context = ocp.Context()
-    context.array.saving.use_compression = False  # slow, and weights hardly compress
-    context.array.saving.storage_options.chunk_byte_size = CHUNK
-    context.memory.deepcopy_host_arrays = False  # what is saved is a copy already
-    # Made in the background, they keep threads, and the exit, for five minutes if it fails.
-    context.asynchronous.create_directories_asynchronously = False
-    return context
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

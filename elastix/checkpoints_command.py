@@ -5,6 +5,7 @@ It only looks: nothing is renamed, removed or written, so it may be asked while 
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
 import time
@@ -15,6 +16,8 @@ from typing import Any
 
 from elastix.checkpoints import CheckpointError, CheckpointReader, UnreadableHereError
 from elastix.leaf_hash import difference
+from elastix.object_store.bucket import Bucket, BucketError, bucket_url
+from elastix.object_store.checkpoints import BucketFolder
 from elastix.usage import UsageParser
 from elastix.wording import names, plural, size
 
@@ -28,11 +31,11 @@ _ATTEMPTS = 3
 @dataclass(frozen=True)
 class Found:
     """One checkpoint: `written_at` is in seconds since 1970, `mesh` the slices it was written on,
-    `examples` how many were consumed up to it; None where its metadata do not say."""
+    `examples` how many were consumed up to it; None where nothing says so."""
 
     step: int
     num_bytes: int
-    written_at: float
+    written_at: float | None
     mesh: list[int] | None
     examples: int | None
     status: str
@@ -69,7 +72,13 @@ def checkpoints_main(argv: Sequence[str]) -> int:
         ValueError: bad input, in one line with the remedy.
     """
     given = _parser().parse_args(argv)
-    reader = CheckpointReader(_folder(given.directory))
+    try:
+        return _tell(CheckpointReader(_place(given.directory)), given)
+    except BucketError as error:
+        raise ValueError(str(error)) from error
+
+
+def _tell(reader: CheckpointReader, given: argparse.Namespace) -> int:
     progress = _Progress() if given.verify else None
     found = survey(reader, progress)
     if progress:
@@ -97,19 +106,18 @@ def survey(reader: CheckpointReader, progress: _Progress | None = None) -> Listi
 
 def _inspect(reader: CheckpointReader, step: int, *, verify: bool) -> Found | None:
     """One checkpoint; None if a run removed it meanwhile."""
-    path = reader.root / str(step)
     for _ in range(_ATTEMPTS):
         try:
-            before = path.stat()
-            found = _read(reader, step, before.st_mtime, verify=verify)
-            if path.stat().st_ino == before.st_ino:
+            before = reader.stamp(step)
+            found = _read(reader, step, before.written_at, verify=verify)
+            if reader.stamp(step).identity == before.identity:
                 return found
         except FileNotFoundError:  # between two looks at it
             continue
     return None
 
 
-def _read(reader: CheckpointReader, step: int, written_at: float, *, verify: bool) -> Found:
+def _read(reader: CheckpointReader, step: int, written_at: float | None, *, verify: bool) -> Found:
     num_bytes, metadata, why = reader.size(step), dict[str, Any](), ""
     status = VERIFIED if verify else COMPLETE
     try:
@@ -130,6 +138,22 @@ def _check(reader: CheckpointReader, step: int) -> None:
     hashes: Any = metadata.get("leaf_hashes", {})
     if wrong := difference(leaves, hashes):
         raise CheckpointError(f"step {step}: {wrong} is not what the device held")
+
+
+def _place(directory: str) -> Path | BucketFolder:
+    """Where the checkpoints are that a path or a URL names."""
+    url = bucket_url(directory)
+    return _folder(Path(directory)) if url is None else _folder_in_bucket(url)
+
+
+def _folder_in_bucket(url: str) -> BucketFolder:
+    run = url.removesuffix("/checkpoints")
+    bucket = Bucket(run)
+    if not bucket.names("checkpoints/") and bucket.read("recipe.json") is None:
+        raise ValueError(
+            f"{url} holds no checkpoints: name a run directory, such as gs://bucket/run"
+        )
+    return BucketFolder(bucket)
 
 
 def _folder(directory: Path) -> Path:
@@ -175,7 +199,8 @@ def as_text(listing: Listing) -> str:
 
 
 def _row(found: Found) -> tuple[str, ...]:
-    written = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(found.written_at))
+    at = found.written_at
+    written = "?" if at is None else time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(at))
     mesh = "?" if found.mesh is None else names(found.mesh)
     examples = "?" if found.examples is None else str(found.examples)
     status = f"{found.status}: {found.why}" if found.why else found.status
@@ -236,7 +261,7 @@ def _parser() -> UsageParser:
         epilog="examples: elastix checkpoints runs/quickstart; elastix checkpoints runs/quickstart "
         "--verify. Exit status: 0, or 1 if --verify found one that is not good; 2 bad input.",
     )
-    parser.add_argument("directory", metavar="DIR", type=Path, help="a run directory")
+    parser.add_argument("directory", metavar="DIR", help="a run directory, or its gs:// URL")
     parser.add_argument("--verify", action="store_true", help="read and check all bytes of each")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead")
     return parser

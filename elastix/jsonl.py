@@ -9,7 +9,7 @@ import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, Protocol
 
 
 def read_rows(path: Path) -> list[Any]:
@@ -28,6 +28,14 @@ def read_rows(path: Path) -> list[Any]:
     return [_row(path, n, line) for n, line in enumerate(whole.splitlines(), 1)]
 
 
+class Openable(Protocol):
+    """A file that can be read, wherever it is; its text is its name."""
+
+    def open(self, mode: str, /) -> IO[bytes]:
+        """Open it to read bytes."""
+        ...
+
+
 class RowReader:
     """Iterates over the rows of a file that another process may be writing, one at a time, and
     never changes it.
@@ -39,7 +47,7 @@ class RowReader:
         OSError: while iterating, the file cannot be read.
     """
 
-    def __init__(self, path: Path):
+    def __init__(self, path: Path | Openable):
         self._path = path
         self.torn = False
 
@@ -142,7 +150,9 @@ def _reason(error: OSError) -> str:
     return error.strerror or str(error)
 
 
-def _row(path: Path, number: int, line: bytes, remedy: str = "move the file away") -> Any:
+def _row(
+    path: Path | Openable, number: int, line: bytes, remedy: str = "move the file away"
+) -> Any:
     try:
         return json.loads(line)
     except (ValueError, RecursionError) as error:

@@ -6,23 +6,31 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from elastix.checkpoints import CheckpointError, CheckpointReader, CheckpointStore
 from elastix.jsonl import RowReader, append
+from elastix.object_store.bucket import LOCK, Bucket, BucketError, bucket_url
+from elastix.object_store.checkpoints import BucketFolder
+from elastix.object_store.home import BucketHome
+from elastix.object_store.rows import BucketFile
 from elastix.recipe import Recipe
 from elastix.run_directory import recipe_file, write_json
 from elastix.train_state import StateSpec
 
+_FORKING = "forking"
+"""The object that says that not all of a fork may be in a bucket yet."""
+
 
 @dataclass(frozen=True)
 class Origin:
-    """The checkpoint that a run begins from: that of `step` in another run's directory."""
+    """The checkpoint that a run begins from: that of `step` in another run's directory, which is
+    named by a path or a URL."""
 
-    run_dir: Path
+    run_dir: Path | str
     step: int
 
     @staticmethod
@@ -35,54 +43,118 @@ class Origin:
         match = re.fullmatch(r"(.+)@(\d+)", text)
         if match is None:
             raise ValueError(f"--fork {text!r}: write DIR@STEP, such as runs/quickstart@100")
-        return Origin(Path(match[1]), int(match[2]))
+        return Origin(bucket_url(match[1]) or Path(match[1]), int(match[2]))
 
     def __str__(self) -> str:
         return f"{self.run_dir}@{self.step}"
 
+    @property
+    def bucket(self) -> Bucket | None:
+        """The bucket that holds it; None if it is on disk.
+
+        Raises:
+            BucketError: it cannot be opened.
+        """
+        url = bucket_url(self.run_dir)
+        return None if url is None else Bucket(url)
+
+
+@dataclass(frozen=True)
+class _Start:
+    """What the run that forks off begins with, checked to fit its recipe."""
+
+    origin: Origin
+    leaves: Any
+    metadata: dict[str, Any]
+    recipe_file: dict[str, Any]
+
+    def save_checkpoint(self, where: Path | BucketFolder) -> None:
+        own = {key: value for key, value in self.metadata.items() if key != "checkpoint"}
+        CheckpointStore(where, keep=1).save(self.origin.step, self.leaves, own)
+
+    def write_files(self, folder: Path) -> None:
+        """All but the checkpoint."""
+        for name in ("metrics.jsonl", "evaluations.jsonl"):
+            _copy_rows(self.origin, name, folder / name)
+        write_json(folder / "recipe.json", self.recipe_file)
+        write_json(folder / "lineage.json", _told(self.origin))
+
 
 def fork(
     origin: Origin,
-    path: Path,
+    where: str | Path,
     recipe: Recipe,
     spec: StateSpec,
     data: Mapping[str, Any],
     numerics: Mapping[str, Any],
 ) -> None:
-    """Make the run directory `path` of a run that begins where `origin` is: its checkpoint, and its
-    metrics and evaluations up to there. The recipe may be another, of the same train state.
+    """Make the run directory `where` of a run that begins where `origin` is: its checkpoint, and
+    its metrics and evaluations up to there. The recipe may be another, of the same train state.
 
     A directory that was forked from there before is left as it is: the run is resumed.
 
     Raises:
         ValueError: there is no such checkpoint, it is bad, its leaves do not fit the recipe, or
-            `path` holds something else. Nothing was made then.
+            `where` holds something else. Nothing was made then.
     """
+    exact_from = origin.step + 1  # what was done before may come of another recipe
+
+    def start() -> _Start:
+        if recipe.num_steps < origin.step:
+            raise ValueError(f"--fork {origin}: num_steps={recipe.num_steps} is less than its step")
+        leaves, metadata = _load(origin)
+        refuse_other_leaves(f"--fork {origin}", spec, metadata["checkpoint"]["leaves"])
+        made = recipe_file(recipe, dict(data), dict(numerics), exact_from)
+        return _Start(origin, leaves, metadata, made)
+
+    url = bucket_url(where)
+    try:
+        if url is None:
+            _fork_on_disk(origin, Path(where), start)
+        else:
+            _fork_in_bucket(origin, url, start)
+    except BucketError as error:
+        raise ValueError(f"--fork {origin}: {error}") from error
+
+
+def _fork_on_disk(origin: Origin, path: Path, start: Callable[[], _Start]) -> None:
     if (path / "lineage.json").exists():
-        _refuse_another(path, origin)
+        _refuse_another(str(path), (path / "lineage.json").read_bytes(), origin)
         return
     if path.exists() and any(path.iterdir()):
-        raise ValueError(
-            f"--fork {origin}: run directory {path} holds {sorted(path.iterdir())[0].name} "
-            "already: choose an empty or a new directory"
-        )
-    if recipe.num_steps < origin.step:
-        raise ValueError(f"--fork {origin}: num_steps={recipe.num_steps} is less than its step")
-    leaves, metadata = _load(origin)
-    refuse_other_leaves(f"--fork {origin}", spec, metadata["checkpoint"]["leaves"])
+        _refuse_full(str(path), sorted(path.iterdir())[0].name, origin)
+    begun = start()
     made = path.with_name(f"{path.name}.forking")
     shutil.rmtree(made, ignore_errors=True)
     made.mkdir(parents=True)
-    own = {key: value for key, value in metadata.items() if key != "checkpoint"}
-    CheckpointStore(made / "checkpoints", keep=1).save(origin.step, leaves, own)
-    for name in ("metrics.jsonl", "evaluations.jsonl"):
-        _copy_rows(origin, name, made / name)
-    exact_from = origin.step + 1  # what was done before may come of another recipe
-    write_json(made / "recipe.json", recipe_file(recipe, dict(data), dict(numerics), exact_from))
-    write_json(made / "lineage.json", _told(origin))
+    begun.save_checkpoint(made / "checkpoints")
+    begun.write_files(made)
     if path.exists():
         path.rmdir()
     os.rename(made, path)
+
+
+def _fork_in_bucket(origin: Origin, url: str, start: Callable[[], _Start]) -> None:
+    """Objects cannot be renamed: until all are there, one of them says that some may be missing."""
+    bucket, told = Bucket(url), json.dumps(_told(origin)).encode()
+    names = [name for name in bucket.names() if name != LOCK]
+    unfinished = bucket.read(_FORKING) == told
+    if "lineage.json" in names and not unfinished:
+        _refuse_another(url, bucket.read("lineage.json") or b"{}", origin)
+        return
+    if names and not unfinished:
+        _refuse_full(url, names[0], origin)
+    begun, home = start(), BucketHome(url)
+    try:
+        home.claim()
+        bucket.write(_FORKING, told)
+        bucket.delete(*(name for name in names if name != _FORKING))
+        begun.save_checkpoint(home.checkpoints())
+        begun.write_files(home.path)
+        home.publish()
+        bucket.delete(_FORKING)
+    finally:
+        home.give_up()
 
 
 def refuse_other_leaves(what: str, spec: StateSpec, found: list[dict[str, Any]]) -> None:
@@ -109,7 +181,9 @@ def _differences(spec: StateSpec, found: list[dict[str, Any]]) -> Iterator[str]:
 
 
 def _load(origin: Origin) -> tuple[Any, Any]:
-    reader = CheckpointReader(origin.run_dir / "checkpoints")
+    bucket = origin.bucket
+    folder = BucketFolder(bucket) if bucket else Path(origin.run_dir, "checkpoints")
+    reader = CheckpointReader(folder)
     try:
         steps = reader.steps()
         if origin.step not in steps:
@@ -121,7 +195,8 @@ def _load(origin: Origin) -> tuple[Any, Any]:
 
 
 def _copy_rows(origin: Origin, name: str, to: Path) -> None:
-    source = origin.run_dir / name
+    bucket = origin.bucket
+    source = BucketFile(bucket, name) if bucket else Path(origin.run_dir, name)
     if not source.exists():
         return
     with to.open("w", encoding="utf-8") as file:
@@ -131,13 +206,21 @@ def _copy_rows(origin: Origin, name: str, to: Path) -> None:
 
 
 def _told(origin: Origin) -> dict[str, Any]:
-    return {"forked_from": str(origin.run_dir.resolve()), "step": origin.step}
+    where = bucket_url(origin.run_dir) or Path(origin.run_dir).resolve()
+    return {"forked_from": str(where), "step": origin.step}
 
 
-def _refuse_another(path: Path, origin: Origin) -> None:
-    told = json.loads((path / "lineage.json").read_text(encoding="utf-8"))
+def _refuse_another(where: str, lineage: bytes, origin: Origin) -> None:
+    told = json.loads(lineage)
     if told != _told(origin):
         raise ValueError(
-            f"--fork {origin}: run directory {path} was forked from "
+            f"--fork {origin}: run directory {where} was forked from "
             f"{told['forked_from']}@{told['step']}: choose another --run-dir"
         )
+
+
+def _refuse_full(where: str, first: str, origin: Origin) -> None:
+    raise ValueError(
+        f"--fork {origin}: run directory {where} holds {first} already: "
+        "choose an empty or a new directory"
+    )

@@ -1,6 +1,7 @@
 """Notices of preemption: `elastix notify` puts them into a run directory, the run takes them out.
 
 A notice is one small file, written whole under its final name, so that a reader never sees half.
+In a bucket it is an object, which the run fetches into its local folder every few seconds.
 """
 
 from __future__ import annotations
@@ -10,12 +11,18 @@ import json
 import os
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from elastix.jsonl import RowReader
 from elastix.machine import PreemptionNoticed
+from elastix.object_store import notices as bucket_notices
+from elastix.object_store.bucket import Bucket, BucketError, bucket_url
+from elastix.object_store.lease import is_held
+from elastix.object_store.rows import BucketFile
 from elastix.usage import UsageParser
 
 _EVERY = 0.2
@@ -84,26 +91,37 @@ class Announcements:
         return PreemptionNoticed(at=at, epoch=epoch, slices=notice.slices, until=until)
 
 
-def post(run_dir: Path, slices: frozenset[int], seconds: float) -> Path:
-    """Leave a notice for the process that runs in `run_dir`.
+def post(run_dir: str | Path, slices: frozenset[int], seconds: float) -> Path | str:
+    """Leave a notice for the process that runs in `run_dir`; returns where it is.
 
     Raises:
         ValueError: no process runs there, or a slice does not exist; nothing was written.
+        OSError: it cannot be written.
     """
+    url = bucket_url(run_dir)
+    value = {"slices": sorted(slices), "until": time.time() + seconds}
+    if url is None:
+        return _post_on_disk(Path(run_dir), slices, json.dumps(value))
+    return _post_in_bucket(Bucket(url), slices, json.dumps(value))
+
+
+def _post_on_disk(run_dir: Path, slices: frozenset[int], text: str) -> Path:
     _require_running(run_dir)
-    known = _slices_of(run_dir)
-    for slice_id in sorted(slices - known):
-        raise ValueError(
-            f"slice {slice_id} does not exist in {run_dir}: use {min(known)} to {max(known)}"
-        )
+    _require_known(str(run_dir), slices, run_dir / "events.jsonl")
     folder = run_dir / "notices"
     folder.mkdir(exist_ok=True)
     path = folder / f"{time.time_ns()}-{os.getpid()}.json"
     temporary = path.with_suffix(".tmp")
-    value = {"slices": sorted(slices), "until": time.time() + seconds}
-    temporary.write_text(json.dumps(value), encoding="utf-8")
+    temporary.write_text(text, encoding="utf-8")
     temporary.rename(path)
     return path
+
+
+def _post_in_bucket(bucket: Bucket, slices: frozenset[int], text: str) -> str:
+    if not is_held(bucket, time.time()):
+        raise ValueError(f"no process runs in {bucket.url}: there is nobody to notify")
+    _require_known(bucket.url, slices, BucketFile(bucket, "events.jsonl"))
+    return bucket_notices.leave(bucket, text)
 
 
 def _require_running(run_dir: Path) -> None:
@@ -117,12 +135,21 @@ def _require_running(run_dir: Path) -> None:
     raise ValueError(f"no process runs in {run_dir}: there is nobody to notify")
 
 
-def _slices_of(run_dir: Path) -> frozenset[int]:
-    if not (run_dir / "events.jsonl").exists():
+def _require_known(run_dir: str, slices: frozenset[int], events: Path | BucketFile) -> None:
+    """The slices of the run are those that its last process began with."""
+    started = _last_started(events) if events.exists() else None
+    if started is None:
         raise ValueError(f"the run in {run_dir} has not started training yet: try again")
-    rows = (row["event"] for row in RowReader(run_dir / "events.jsonl"))
-    started = [event["slices"] for event in rows if event["type"] == "Started"]
-    return frozenset(started[-1])
+    known = frozenset[int](started["slices"])
+    for slice_id in sorted(slices - known):
+        raise ValueError(
+            f"slice {slice_id} does not exist in {run_dir}: use {min(known)} to {max(known)}"
+        )
+
+
+def _last_started(events: Path | BucketFile) -> dict[str, Any] | None:
+    rows = (row["event"] for row in RowReader(events))
+    return next(iter(deque((e for e in rows if e["type"] == "Started"), maxlen=1)), None)
 
 
 def _slice_ids(text: str) -> frozenset[int]:
@@ -140,7 +167,7 @@ def notify_main(argv: Sequence[str]) -> int:
         "no step. Without --slices the whole job is asked to stop: it saves and exits with 75.",
         epilog="example: elastix notify runs/quickstart --slices 1 --in 60",
     )
-    parser.add_argument("run_dir", metavar="RUN_DIR", type=Path)
+    parser.add_argument("run_dir", metavar="RUN_DIR", help="a directory, or its gs:// URL")
     parser.add_argument("--slices", metavar="S,S", help="slices, counted from 0")
     parser.add_argument(
         "--in", dest="seconds", metavar="SECONDS", type=float, default=30.0, help="(default: 30)"
@@ -149,7 +176,10 @@ def notify_main(argv: Sequence[str]) -> int:
     slices = frozenset[int]() if given.slices is None else _slice_ids(given.slices)
     if not 0 <= given.seconds < float("inf"):
         raise ValueError(f"--in {given.seconds}: use 0 seconds or more")
-    post(given.run_dir, slices, given.seconds)
+    try:
+        post(given.run_dir, slices, given.seconds)
+    except BucketError as error:
+        raise ValueError(str(error)) from error
     what = f"slices {sorted(slices)}" if slices else "the whole job"
     print(f"noticed: {what} in {given.seconds:g} s")
     return 0

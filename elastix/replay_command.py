@@ -16,6 +16,8 @@ from elastix.event_log import encode
 from elastix.explain import describe, explain, explanation
 from elastix.jsonl import RowReader
 from elastix.machine import Done, Failed, Started, State, Training
+from elastix.object_store.bucket import Bucket, bucket_url
+from elastix.object_store.rows import BucketFile
 from elastix.recoveries import Recoveries
 from elastix.replay import Decision, Process, Replay, replay
 from elastix.usage import UsageParser
@@ -70,7 +72,7 @@ def replay_main(argv: Sequence[str]) -> int:
 class _Command:
     """One replay and what is shown of it."""
 
-    path: Path
+    path: Path | BucketFile
     until: int | None
     explain: bool
     json: bool
@@ -152,12 +154,14 @@ class _Command:
         }
 
 
-def _find(log: str) -> Path:
+def _find(log: str) -> Path | BucketFile:
     """The event log that a file or a run directory names.
 
     Raises:
         ValueError: there is none.
     """
+    if url := bucket_url(log):
+        return _find_in_bucket(url.removesuffix("/events.jsonl"))
     path = Path(log)
     if path.is_dir():
         if not (path / "events.jsonl").is_file():
@@ -166,6 +170,13 @@ def _find(log: str) -> Path:
     if not path.exists():
         raise ValueError(f"{path} does not exist: give a run directory or its events.jsonl")
     return path
+
+
+def _find_in_bucket(url: str) -> BucketFile:
+    file = BucketFile(Bucket(url), "events.jsonl")
+    if not file.exists():
+        raise ValueError(f"{url} holds no events.jsonl: give the URL of a run directory")
+    return file
 
 
 def _ending(process: Process, until: int | None) -> str:

@@ -3,33 +3,38 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from elastix.checkpoints import CheckpointStore
 from elastix.evaluation import read_evaluations
 from elastix.metrics import read_losses
 from elastix.recipe import Recipe, describe
+from elastix.run_home import Home, open_home
 
 FORMAT_VERSION = 1
 
 
 class RunDirectory:
-    """The files of one run. `open` makes it, or takes it up if it belongs to the same recipe."""
+    """The files of one run. `open` makes it, or takes it up if it belongs to the same recipe.
 
-    def __init__(self, path: Path, lock: TextIO, store: CheckpointStore, exact_from: int):
-        self.path, self._lock, self.store = path, lock, store
+    `name` is what the user calls it, `path` the local directory that its files are written in.
+    """
+
+    def __init__(self, home: Home, store: CheckpointStore, exact_from: int):
+        self._home, self.store = home, store
+        self.name, self.path = home.name, home.path
         self.exact_from = exact_from
         """The first step that was done with the versions and the layout of this process: a step
         done again is only held to its first loss, bit for bit, from there on."""
-        self.events = path / "events.jsonl"
-        self.metrics = path / "metrics.jsonl"
-        self.evaluations = path / "evaluations.jsonl"
-        self.recoveries = path / "recoveries.jsonl"
-        self.summary = path / "summary.json"
+        self.events = self.path / "events.jsonl"
+        self.metrics = self.path / "metrics.jsonl"
+        self.evaluations = self.path / "evaluations.jsonl"
+        self.recoveries = self.path / "recoveries.jsonl"
+        self.summary = self.path / "summary.json"
 
     @staticmethod
     def open(
@@ -45,32 +50,39 @@ class RunDirectory:
             ValueError: it cannot be written, belongs to another recipe, holds something else, or
                 is in use by another process.
         """
-        path = Path(path)
         with contextlib.ExitStack() as undo:
             try:
-                stored = _read_recipe(path)
-                _refuse(path, stored, recipe, data)
-                path.mkdir(parents=True, exist_ok=True)
-                lock = undo.enter_context((path / "lock").open("a+"))
-                _take(lock, path)
-                store = CheckpointStore(path / "checkpoints", keep=recipe.policy.keep_checkpoints)
-                _refuse_fewer_steps(path, store, recipe)
-                rows = len(read_losses(path / "metrics.jsonl"))
-                read_evaluations(path / "evaluations.jsonl")  # refuses what is none
-                _refuse_lost_rows(path, store, rows)
+                home = open_home(path)
+                undo.callback(home.give_up)
+                _refuse(home, _read_recipe(home.path), recipe, data)
+                home.claim()
+                stored = _read_recipe(home.path)
+                _refuse(home, stored, recipe, data)  # another process may have made it meanwhile
+                store = CheckpointStore(home.checkpoints(), keep=recipe.policy.keep_checkpoints)
+                _refuse_fewer_steps(home, store, recipe)
+                rows = len(read_losses(home.path / "metrics.jsonl"))
+                read_evaluations(home.path / "evaluations.jsonl")  # refuses what is none
+                _refuse_lost_rows(home, store, rows)
                 exact_from = _exact_from(rows, stored, numerics)
-                _sign(lock)
-                write_json(path / "recipe.json", recipe_file(recipe, data, numerics, exact_from))
+                home.sign()
+                made = recipe_file(recipe, data, numerics, exact_from)
+                write_json(home.path / "recipe.json", made)
+                home.publish()
             except OSError as error:
                 raise ValueError(f"run directory {path} cannot be written: {error}") from error
             undo.pop_all()
-        return RunDirectory(path, lock, store, exact_from)
+        return RunDirectory(home, store, exact_from)
+
+    def when_lost(self, tell: Callable[[], object]) -> None:
+        """Call `tell`, from another thread, if another process takes the directory over: nothing
+        can be saved from then on."""
+        self._home.when_lost(tell)
 
     def write_summary(self, summary: dict[str, Any]) -> None:
         write_json(self.summary, summary)
 
     def close(self) -> None:
-        self._lock.close()
+        self._home.close()
 
 
 def write_json(path: Path, value: Any) -> None:
@@ -122,64 +134,44 @@ def _read_recipe(path: Path) -> dict[str, Any] | None:
     return stored
 
 
-def _take(lock: TextIO, path: Path) -> None:
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        lock.seek(0)
-        pid = lock.read().strip() or "unknown"
-        raise ValueError(
-            f"run directory {path} is in use by process {pid}: wait for it or choose another"
-        ) from error
-
-
-def _sign(lock: TextIO) -> None:
-    """Say who holds the lock; past the buffer, which could not be closed on a full disk."""
-    os.ftruncate(lock.fileno(), 0)
-    os.pwrite(lock.fileno(), f"{os.getpid()}\n".encode(), 0)
-
-
 def _refuse(
-    path: Path, stored: dict[str, Any] | None, recipe: Recipe, data: dict[str, Any]
+    home: Home, stored: dict[str, Any] | None, recipe: Recipe, data: dict[str, Any]
 ) -> None:
     """Refuse a directory that is not this run's, before anything in it is touched."""
     if stored is None:
-        foreign = (
-            sorted(p.name for p in path.iterdir() if p.name != "lock") if path.exists() else ()
-        )
-        if foreign:
+        if foreign := home.foreign():
             raise ValueError(
-                f"run directory {path} holds {foreign[0]} but no recipe.json: "
+                f"run directory {home.name} holds {foreign} but no recipe.json: "
                 "choose an empty or a new directory"
             )
         return
-    _refuse_change(path, "recipe", stored["identity"], recipe.identity())
-    _refuse_change(path, "data", stored["data"], json.loads(json.dumps(data)))
+    _refuse_change(home.name, "recipe", stored["identity"], recipe.identity())
+    _refuse_change(home.name, "data", stored["data"], json.loads(json.dumps(data)))
 
 
-def _refuse_fewer_steps(path: Path, store: CheckpointStore, recipe: Recipe) -> None:
+def _refuse_fewer_steps(home: Home, store: CheckpointStore, recipe: Recipe) -> None:
     steps = store.steps()
     if steps and steps[-1] > recipe.num_steps:
         raise ValueError(
-            f"num_steps={recipe.num_steps} is less than what is done: {path} has a checkpoint of "
-            f"step {steps[-1]}; ask for more steps or choose another --run-dir"
+            f"num_steps={recipe.num_steps} is less than what is done: {home.name} has a checkpoint "
+            f"of step {steps[-1]}; ask for more steps or choose another --run-dir"
         )
 
 
-def _refuse_lost_rows(path: Path, store: CheckpointStore, rows: int) -> None:
+def _refuse_lost_rows(home: Home, store: CheckpointStore, rows: int) -> None:
     steps = store.steps()
     if steps and steps[-1] > rows:
         raise ValueError(
-            f"{path}/metrics.jsonl has rows up to step {rows}, and there is a checkpoint of step "
-            f"{steps[-1]}: put the file back, or choose another --run-dir"
+            f"{home.name}/metrics.jsonl has rows up to step {rows}, and there is a checkpoint of "
+            f"step {steps[-1]}: put the file back, or choose another --run-dir"
         )
 
 
-def _refuse_change(path: Path, what: str, old: dict[str, Any], new: dict[str, Any]) -> None:
+def _refuse_change(name: str, what: str, old: dict[str, Any], new: dict[str, Any]) -> None:
     changed = "; ".join(_differences("", old, new))
     if changed:
         raise ValueError(
-            f"run directory {path} belongs to another {what} ({changed}): choose another --run-dir"
+            f"run directory {name} belongs to another {what} ({changed}): choose another --run-dir"
         )
 
 

@@ -19,6 +19,7 @@ import numpy as np
 from elastix.checkpoints import CheckpointError, CheckpointStore
 from elastix.command import Command
 from elastix.faults import validate
+from elastix.object_store.bucket import bucket_url
 from elastix.preparation import prepare, simulated_backend
 from elastix.recipe import Recipe
 from elastix.train_state import StateSpec
@@ -136,6 +137,8 @@ def _directory(command: Command) -> Iterator[Path]:
         where = Path(tempfile.mkdtemp(prefix="elastix-verify-"))
     else:
         where = Path(command.run_dir)
+        if bucket_url(command.run_dir):
+            raise ValueError(f"--run-dir {command.run_dir}: verify works on a disk: name a path")
         try:
             where.mkdir(parents=True)
         except OSError as error:

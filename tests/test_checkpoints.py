@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 from orbax.checkpoint import v1 as ocp
 
 from elastix import checkpoint_format
+from elastix.checkpoint_folder import LocalFolder
 from elastix.checkpoint_format import CHUNK
 from elastix.checkpoints import CheckpointError, CheckpointStore, UnreadableHereError
 
@@ -504,20 +505,20 @@ def test_newest_falls_back(store):
     assert store.newest()[1] == ()
 
 
-class LyingDisk(CheckpointStore):
-    """A store whose disk keeps other bytes than it was given."""
+class LyingDisk(LocalFolder):
+    """A disk that keeps other bytes than it was given."""
 
-    def _write(self, path, document, packed):
-        super()._write(path, document, packed)
-        flip_leaf(path.parent, int(path.name), ".model.layers.attention.q.weight")
+    def write(self, step, document, packed):
+        super().write(step, document, packed)
+        flip_leaf(self.root, step, ".model.layers.attention.q.weight")
 
 
 def test_nothing_goes_before_the_new_one_reads_back(tmp_path):
     CheckpointStore(tmp_path, keep=1).save(1, state(1), {})
     with pytest.raises(CheckpointError, match="step 2 was not saved: .* wrong checksum"):
-        LyingDisk(tmp_path, keep=1).save(2, state(2), {})
+        CheckpointStore(LyingDisk(tmp_path), keep=1).save(2, state(2), {})
     with pytest.raises(CheckpointError, match="step 1 was not saved: .* wrong checksum"):
-        LyingDisk(tmp_path, keep=1).save(1, state(1), {"other": "content"})
+        CheckpointStore(LyingDisk(tmp_path), keep=1).save(1, state(1), {"other": "content"})
     assert [path.name for path in tmp_path.iterdir()] == ["1"]
     assert_same(CheckpointStore(tmp_path, keep=1).load(1)[0], state(1))
 
