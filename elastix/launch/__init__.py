@@ -1,0 +1,1 @@
+"""Manifests that run a recipe on Cloud TPU slices, through Pathways on Google Kubernetes Engine."""
