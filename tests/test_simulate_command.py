@@ -76,6 +76,61 @@ def test_bad_input_is_one_line_with_the_remedy_and_status_2(argv, remedy, capsys
     assert remedy in err
 
 
+# --- goodput, with --costs ------------------------------------------------------------------------
+
+
+def test_costs_print_the_goodput_of_each_strategy_against_failures(capsys, tmp_path):
+    costs = tmp_path / "costs.json"
+    costs.write_text('{"step": 2, "state_bytes": 6e9, "bytes_per_second": 2e9, "disk": 40}')
+    words = ("--slices", "4,1000", "--mtbf", "20h,40d", "--failures", "60", "--repair", "5m")
+    assert simulated("--costs", str(costs), *words, "--seeds", "0:2") == 0
+    out, err = capsys.readouterr()
+    head, four, thousand = out.strip().split("\n\n")
+    assert "given: step 2, move 3, disk 40" in head
+    assert "assumed, not measured: notice 1, compile 0, snapshot 0.2" in head
+    for slices, block in ((4, four), (1000, thousand)):
+        title, histories, _, _, *rows = block.splitlines()
+        assert title.startswith(f"{slices} slices, {4 * slices} logical replicas")
+        assert "2 histories of 60 failures" in histories
+        shares = [[float(s) for s in re.findall(r"([\d.]+)%", row)] for row in rows]
+        for wait, wait_model, resize, resize_model, restart, restart_model in shares:
+            assert restart <= wait + 1 and wait <= resize
+            assert abs(wait - wait_model) < 8 and abs(restart - restart_model) < 8
+            assert abs(resize - resize_model) < 4
+        often, seldom = shares
+        assert all(a < b for a, b in zip(often, seldom, strict=True))
+    assert simulated("--costs", str(costs), *words, "--seeds", "0:2") == 0
+    assert capsys.readouterr().out == out and err == ""
+
+
+@pytest.mark.parametrize(
+    ("argv", "remedy"),
+    [
+        (["--costs", "absent.json"], "--costs absent.json cannot be read"),
+        (["--mtbf", "3h"], "--mtbf goes with --costs FILE: add it"),
+        (["--failures", "3"], "--failures goes with --costs FILE: add it"),
+        (["--costs", "FILE", "--mtbf", "3"], "--mtbf '3': write a time above 0"),
+        (["--costs", "FILE", "--repair", "0s"], "--repair '0s': write a time above 0"),
+        (["--costs", "FILE", "--slices", "4,1001"], "--slices '1001': use 1 to 1000"),
+        (["--costs", "FILE", "--slices", "4", "--replicas", "3"], "--replicas 3: 4 slices need 4"),
+        (["--costs", "FILE", "--failures", "0"], "--failures '0': use 1 to 100000"),
+        (["--costs", "FILE", "--storm", "3"], "--storm does not go with --costs"),
+        (["--costs", "FILE", "--verbose"], "--verbose does not go with --costs"),
+        (["--costs", "FILE", "--seeds", "3:2"], "there is no seed from 3 to 2"),
+    ],
+)
+def test_bad_costs_are_one_line_with_the_remedy_and_status_2(argv, remedy, capsys, tmp_path):
+    (tmp_path / "costs.json").write_text('{"step": 1}')
+    given = [str(tmp_path / "costs.json") if word == "FILE" else word for word in argv]
+    assert simulated(*given) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and len(err.splitlines()) == 1 and err.startswith("elastix: ")
+    assert remedy in err
+
+
+# --- interrupted, and not imported ----------------------------------------------------------------
+
+
 def test_ctrl_c_prints_the_matrix_so_far():
     command = [
         sys.executable,

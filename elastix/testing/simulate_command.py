@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import sys
 import time
@@ -10,7 +11,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from elastix import driver
+from elastix.goodput_model import COSTS
 from elastix.machine import TABLE
+from elastix.testing.costs_command import MOST_SLICES as MOST_COSTED
+from elastix.testing.costs_command import CostsWanted, goodput_table
 from elastix.testing.coverage import LineCoverage, Row, rows_hit, rows_missed
 from elastix.testing.schedules import CELLS, Kind, Phase, Schedule, random_schedule
 from elastix.testing.shrinking import shrink
@@ -34,13 +38,15 @@ def main(argv: Sequence[str]) -> int:
         ValueError: bad input, in one line with the remedy.
     """
     wanted = _parse(argv)
+    if isinstance(wanted, CostsWanted):
+        return _goodput(wanted)
     tally, progress, status = Tally(), _Progress(len(wanted.seeds)), 0
     try:
         for seed in wanted.seeds:
             result = tally.run(wanted.schedule(seed))
             progress.ran(result)
             if wanted.verbose:
-                ends = ", ".join(getattr(e, "outcome", "failed") for e in result.ends)
+                ends = ", ".join(e.outcome for e in result.ends)
                 print(f"seed {seed}: {ends}: {result.schedule}", flush=True)
             if result.violation:
                 progress.end()
@@ -53,6 +59,14 @@ def main(argv: Sequence[str]) -> int:
     if status:
         print("elastix: interrupted: that is what was run so far", file=sys.stderr)
     return status
+
+
+def _goodput(wanted: CostsWanted) -> int:
+    try:
+        return goodput_table(wanted)
+    except KeyboardInterrupt:
+        print("elastix: interrupted: that is what was run so far", file=sys.stderr)
+        return INTERRUPTED
 
 
 @dataclass(frozen=True)
@@ -144,7 +158,7 @@ def _explain(seed: int, wanted: Wanted, result: Result) -> None:
     print(f"its event log\n{smallest.log}", end="", flush=True)
 
 
-def _parse(argv: Sequence[str]) -> Wanted:
+def _parse(argv: Sequence[str]) -> Wanted | CostsWanted:
     parser = UsageParser(
         prog="elastix simulate",
         description="Run the driver on ghosts in place of arrays, with a virtual clock, through "
@@ -154,14 +168,61 @@ def _parse(argv: Sequence[str]) -> Wanted:
         "500 --seeds 0:10. Ctrl-C ends it with what was run so far. "
         "Exit status: 0 all held, 1 one did not, 2 bad input, 130 interrupted.",
     )
-    parser.add_argument("--seeds", metavar="A:B", default="0:1000", help="A to B - 1, or one seed")
-    parser.add_argument("--slices", metavar="N", default="4", help="at most so many (default: 4)")
+    parser.add_argument("--seeds", metavar="A:B", help="A to B - 1, or one seed (default: 0:1000)")
+    parser.add_argument("--slices", metavar="N", help="at most so many (default: 4)")
     parser.add_argument(
         "--storm", metavar="N", help="runs with N faults, one every few steps, on all slices"
     )
     parser.add_argument("--verbose", action="store_true", help="print every schedule")
+    _add_costs(parser)
     given = parser.parse_args(argv)
-    return Wanted(_seeds(given.seeds), _slices(given.slices), _faults(given.storm), given.verbose)
+    costs = {name: value for name in _WITH_COSTS if (value := vars(given)[name]) is not None}
+    if given.costs is not None:
+        _refuse(("storm", "verbose"), given, "does not go with --costs: leave it out")
+        seeds = _seeds(given.seeds or "0")
+        slices = given.slices or "4,64,1000"
+        return CostsWanted.parse(given.costs, slices, seeds=seeds, **_WITH_COSTS | costs)
+    _refuse(tuple(_WITH_COSTS), given, "goes with --costs FILE: add it")
+    seeds = _seeds(given.seeds or "0:1000")
+    return Wanted(seeds, _slices(given.slices or "4"), _faults(given.storm), given.verbose)
+
+
+_WITH_COSTS = {
+    "replicas": None,
+    "mtbf": "10h,100h,1000h,10000h",
+    "repair": "10m",
+    "failures": "300",
+}
+"""Options that only `--costs` has, and their defaults."""
+
+
+def _add_costs(parser: argparse.ArgumentParser) -> None:
+    """With `--costs`, what slices that fail at random leave of the time."""
+    group = parser.add_argument_group(
+        "goodput, with --costs",
+        "In place of fault schedules: long histories in which slices fail and return at random, "
+        "decided by the pure machine on a virtual clock that charges what things cost; waiting "
+        "for lost slices, resizing, and restarting the job. Undisturbed training is one jump. "
+        "--slices is then a number, or several with commas, of up to "
+        f"{MOST_COSTED} (default: 4,64,1000), and --seeds how many histories (default: 0).",
+    )
+    add = group.add_argument
+    add(
+        "--costs",
+        metavar="FILE",
+        help=f"JSON: seconds of {', '.join(COSTS)}, or state_bytes and bytes_per_second in place "
+        "of move; or a file of bench/scale.py. What it lacks is assumed, and said to be",
+    )
+    add("--mtbf", metavar="T,T", help="a slice fails every 90s, 10m, 3h or 2d on average")
+    add("--repair", metavar="T", help="and is back after so long on average (default: 10m)")
+    add("--replicas", metavar="R", help="logical replicas (default: 4 a slice)")
+    add("--failures", metavar="N", help="failures in one history (default: 300)")
+
+
+def _refuse(names: Sequence[str], given: argparse.Namespace, why: str) -> None:
+    for name in names:
+        if vars(given)[name]:
+            raise ValueError(f"--{name} {why}")
 
 
 def _seeds(text: str) -> range:
