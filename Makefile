@@ -29,8 +29,10 @@ soak: $(DEV) ## run the long tests: minutes of seeded faults
 mutants: $(DEV) ## change the machine and the driver in small ways: the tests must notice
 	@$(BIN)/python tools/mutants.py
 
-bench: $(CORE) ## measure what is measured and never asserted: the cost of a transition
+bench: $(DEV) ## measure what no test asserts: transitions, the ordered sum, resuming data
 	@$(BIN)/python bench/transition.py
+	@$(BIN)/python bench/reduction.py
+	@$(BIN)/python bench/data.py
 
 lint: $(DEV) ## check style and format
 	@$(BIN)/ruff check .

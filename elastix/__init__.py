@@ -4,6 +4,7 @@ those left, takes it back later, and ends with the weights it would have had."""
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from elastix.backends.pathways import PathwaysBackend
     from elastix.backends.simulated import SimulatedBackend, simulate_devices
     from elastix.faults import Lose, Return
     from elastix.machine import Policy
@@ -16,6 +17,7 @@ else:
     __getattr__, __dir__ = lazy_names(
         __name__,
         {
+            "elastix.backends.pathways": ("PathwaysBackend",),
             "elastix.backends.simulated": ("SimulatedBackend", "simulate_devices"),
             "elastix.faults": ("Lose", "Return"),
             "elastix.machine": ("Policy",),
@@ -29,6 +31,7 @@ __all__ = [
     "AdamW",
     "Lose",
     "MeshSpec",
+    "PathwaysBackend",
     "Policy",
     "Recipe",
     "Return",

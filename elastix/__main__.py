@@ -14,6 +14,8 @@ def main() -> NoReturn:
     75 for SIGTERM, since the same command does what was asked, and 130 for Ctrl-C."""
     for number, status in ((signal.SIGTERM, 75), (signal.SIGINT, 130)):
         signal.signal(number, lambda *_, status=status: _leave(status))
+    # Read by JAX's C++ when it is loaded: a line for each call that a lost slice fails.
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
     from elastix.cli import main as run
 
     status = run()

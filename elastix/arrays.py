@@ -13,7 +13,11 @@ import numpy as np
 from elastix.backends import Backend, Health, slices_of
 from elastix.background import wait_for
 from elastix.checkpoints import CheckpointError
-from elastix.classification import SliceLostError, StuckError
+from elastix.classification import (
+    SliceLostError,
+    StuckError,
+    controller_is_lost,
+)
 from elastix.leaf_hash import agreed
 from elastix.machine import (
     Done,
@@ -30,7 +34,7 @@ from elastix.machine import (
 from elastix.program import Batch, Program
 from elastix.progress import Progress
 from elastix.saver import Saver
-from elastix.snapshots import copy_to_host, move, to_devices
+from elastix.snapshots import HostSnapshot
 from elastix.train_state import Leaves
 
 
@@ -78,10 +82,10 @@ class Arrays:
 
     def trial(self, slices: Slices) -> dict[str, Any]:
         """Dispatch one step of the seed's state on a batch of zeros; its results, as futures."""
-        initial = self._await(self._program.compiling_init(slices), slices, "compiling the seed")
+        initial = self._initial(slices)
         self.compile(slices)
         on_mesh = self._program.put_batch(self._program.zeros(), slices)
-        _, results = self._program.step(slices)(initial(), on_mesh)
+        _, results = self._program.step(slices)(initial, on_mesh)
         return results
 
     def finishes_alone(self, slice_id: int) -> bool:
@@ -120,10 +124,15 @@ class Arrays:
         # Once more: a slice may have come back while the step was compiled, and what it will hold
         # is built from here on.
         self._backend.admit(mesh - source.holders)
-        leaves, progress = self._build(source, mesh, known)
-        if leaves is None:
-            return None
-        self._backend.wait(leaves, mesh | source.holders, self._policy.step_deadline)
+        try:
+            leaves, progress = self._build(source, mesh, known)
+            if leaves is None:
+                return None
+            self._backend.wait(leaves, mesh | source.holders, self._policy.step_deadline)
+        except jax.errors.JaxRuntimeError as error:
+            if not controller_is_lost(error):  # who else would ask for holders outside the mesh?
+                self._require(source.holders - mesh, "restoring")
+            raise
         self._require(mesh | source.holders, "restoring")
         self._states[epoch, source.step] = leaves
         return progress
@@ -131,27 +140,37 @@ class Arrays:
     def _build(
         self, source: Source, mesh: Slices, known: dict[int, Progress]
     ) -> tuple[Leaves | None, Progress]:
-        shardings = self._program.shardings(mesh)
+        shardings, transfers = self._program.shardings(mesh), self._backend.transfers
         match source.tier:
             case Tier.SEED:
-                return self._program.initial(mesh), Progress()
+                return self._initial(mesh), Progress()
             case Tier.LIVE:
                 leaves = self._states.get((source.epoch, source.step))
                 donors = self._program.devices(source.holders)
-                moved = move(leaves, donors, shardings) if leaves else None
+                moved = transfers.move(leaves, donors, shardings) if leaves else None
                 return moved, known[source.step]
             case Tier.HOST:
-                whole = self._host_copy(source.step, source.holders)
-                return (to_devices(whole, shardings) if whole else None), known[source.step]
+                copies = self._host_copies(source.step, source.holders)
+                shapes = self._program.shapes
+                restored = transfers.restore(copies, shapes, shardings) if copies else None
+                return restored, known[source.step]
             case Tier.DISK:
                 assert self._saver
-                whole, metadata = self._saver.load(source.step)
-                return to_devices(whole, shardings), Progress.from_json(metadata["progress"])
+                place = lambda path, leaf: transfers.place(leaf, shardings[path])  # noqa: E731
+                restored, metadata = self._saver.load(source.step, place)
+                return restored, Progress.from_json(metadata["progress"])
+
+    def _initial(self, mesh: Slices) -> Leaves:
+        """The seed's train state, as futures."""
+        return self._await(self._program.compiling_init(mesh), mesh, "compiling the seed")()
+
+    def _host_copies(self, step: int, holders: Slices) -> list[HostSnapshot]:
+        memories = (self._backend.host_memory(s) for s in sorted(holders))
+        return [memory[step] for memory in memories if step in memory]
 
     def _host_copy(self, step: int, holders: Slices) -> dict[str, np.ndarray] | None:
-        memories = (self._backend.host_memory(s) for s in sorted(holders))
-        copy = next((m[step] for m in memories if step in m), None)
-        return copy.whole(self._program.shapes) if copy else None
+        copies = self._host_copies(step, holders)
+        return copies[0].whole(self._program.shapes) if copies else None
 
     def snapshot(self, epoch: int, step: int, mesh: Slices) -> None:
         """Copy the committed state of `step` whole to the host memory of every slice.
@@ -164,10 +183,8 @@ class Arrays:
         leaves = self._states[epoch, step]
         self._backend.wait(leaves, mesh, self._policy.step_deadline)
         hashes = self._hashes(leaves, mesh)
-        copies = {
-            s: copy_to_host(leaves, self._program.devices(frozenset({s})), step, hashes)
-            for s in sorted(mesh)
-        }
+        devices = {s: self._backend.devices[s] for s in sorted(mesh)}
+        copies = self._backend.transfers.copy(leaves, devices, step, hashes)
         self._require(mesh, "a host snapshot")
         for slice_id, copy in copies.items():
             self._backend.host_memory(slice_id)[step] = copy
@@ -187,8 +204,8 @@ class Arrays:
     def final(self, step: int, mesh: Slices) -> dict[str, np.ndarray] | None:
         """The whole leaves after `step`, from a snapshot of a slice that is alive after it was
         read, or else from the checkpoint; None if there is neither."""
-        with contextlib.suppress(jax.errors.JaxRuntimeError):
-            for slice_id in sorted(mesh):
+        for slice_id in sorted(mesh):
+            with contextlib.suppress(jax.errors.JaxRuntimeError, StuckError):
                 whole = self._host_copy(step, frozenset({slice_id}))
                 if whole and self._probe([slice_id])[slice_id] is Health.UP:
                     return whole
@@ -201,7 +218,7 @@ class Arrays:
 
     def _require(self, slices: Slices, during: str) -> None:
         """What was read or written is only good if these slices are alive after it."""
-        health = self._probe(sorted(slices))
+        health = self._probe(sorted(slices)) if slices else {}
         gone = slices_of(health, Health.DOWN, Health.EMPTIED)
         if gone:
             names = ", ".join(map(str, sorted(gone)))

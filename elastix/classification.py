@@ -53,6 +53,20 @@ def status_code(error: BaseException | None) -> str | None:
     return None
 
 
+_DISCONNECTED = ("Connection to IFRT proxy server was terminated", "writes no longer allowed")
+
+
+def controller_is_lost(error: BaseException) -> bool:
+    """Whether the proxy, and with it every device of this process, is out of reach for good.
+
+    The first call after the connection broke raises UNAVAILABLE; those that follow raise
+    FAILED_PRECONDITION, for ever.
+    """
+    code = status_code(error)
+    broken = any(text in str(error) for text in _DISCONNECTED)
+    return code == "UNAVAILABLE" or (code is not None and broken)
+
+
 def first_line(error: BaseException) -> str:
     """The first line of an error's message, or its type if it has none."""
     lines = str(error).strip().splitlines()
@@ -79,7 +93,7 @@ def failure_event(
         case StuckError():
             return StepStuck, {"during": error.what or "what was asked for"}
     code, line = status_code(error), first_line(error)
-    if code == "UNAVAILABLE":
+    if controller_is_lost(error):
         return ControllerLost, {"reason": line}
     try:
         gone = ask(mesh)

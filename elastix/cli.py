@@ -19,8 +19,9 @@ from elastix.command import Command, parse
 from elastix.display import open_display
 from elastix.lineage import Origin
 from elastix.notices import notify_main
+from elastix.object_store.bucket import bucket_url
 from elastix.overrides import print_field_help
-from elastix.preparation import prepare, simulated_backend
+from elastix.preparation import open_backend, prepare
 from elastix.replay_command import replay_main
 from elastix.run import Summary, train
 from elastix.supervision import InterruptedRun, supervise
@@ -34,6 +35,27 @@ def _simulate_main(argv: Sequence[str]) -> int:
     return main(argv)
 
 
+def _advise_main(argv: Sequence[str]) -> int:
+    """So is what advises."""
+    from elastix.advise_command import advise_main
+
+    return advise_main(argv)
+
+
+def _launch_main(argv: Sequence[str]) -> int:
+    """And what makes manifests."""
+    from elastix.launch.command import launch_main
+
+    return launch_main(argv)
+
+
+def _local_pathways_main(argv: Sequence[str]) -> int:
+    """So is a local Pathways."""
+    from elastix.testing.local_pathways.command import main
+
+    return main(argv)
+
+
 def _data_main(argv: Sequence[str]) -> int:
     """So is what prepares data."""
     from elastix.data.pack_command import data_main
@@ -42,13 +64,16 @@ def _data_main(argv: Sequence[str]) -> int:
 
 
 _TOOLS = {
+    "advise": _advise_main,
     "checkpoints": checkpoints_main,
     "data": _data_main,
+    "launch": _launch_main,
+    "local-pathways": _local_pathways_main,
     "notify": notify_main,
     "replay": replay_main,
     "simulate": _simulate_main,
 }
-"""Commands that take no recipe."""
+"""Commands that train nothing."""
 
 _TERMINATED = 128 + signal.SIGTERM
 
@@ -98,9 +123,9 @@ def _execute(command: Command) -> int:
 def _run(command: Command) -> int:
     prepared = prepare(command)
     origin = Origin.parse(command.fork) if command.fork is not None else None
-    prepared.recipe.check_slices(command.slices)  # before so many devices are made
-    backend = simulated_backend(command)
-    run_dir = Path("runs", prepared.name) if command.run_dir is None else Path(command.run_dir)
+    backend = open_backend(command, prepared.recipe)
+    named = command.run_dir
+    run_dir = Path("runs", prepared.name) if named is None else bucket_url(named) or Path(named)
     display = open_display(prepared.name)
 
     def work(stop: threading.Event) -> Summary:
@@ -140,7 +165,9 @@ def _end(summary: Summary) -> int:
         sys.stderr.write(summary.trace)
         _say(f"failed: {summary.reason}", FAILED)
     elif summary.exit_status == PREEMPTED:
-        _say(f"preempted after step {summary.steps}: run the same command again to go on", 0)
+        why = f"preempted after step {summary.steps}"
+        why += f", {summary.reason}" if summary.reason else ""
+        _say(f"{why}: run the same command again to go on", PREEMPTED)
     return summary.exit_status
 
 

@@ -21,7 +21,9 @@ elastix trains on several slices of devices, loses some, and carries on.
   elastix replay RUN_DIR  feed the events of a run to the machine again, and explain its decisions
   elastix checkpoints RUN_DIR  list a run's checkpoints, verify them, and say which a resume takes
   elastix simulate        run fault schedules on ghosts instead of arrays, thousands by seed
+  elastix local-pathways  a Pathways on this machine, whose slices are processes to kill
   elastix data pack       tokenize and pack documents into files to train from
+  elastix launch gke RECIPE  manifests that run it on Cloud TPU slices; launch xpk: the xpk command
 
 RECIPE is file.py, file.py:function or package.module:function; the function, `recipe` unless it
 is named, returns an elastix.Recipe.
@@ -138,10 +140,17 @@ def _command(
     hangs = [parse_fault(Hang, text) for text in given.hang]
     corrupt = [parse_fault(Corrupt, text) for text in given.corrupt]
     returns = [parse_fault(Return, text) for text in vars(given)["return"]]
-    for option in ("slices", "devices_per_slice"):
-        if getattr(given, option) < 1:
-            flag = option.replace("_", "-")
-            raise ValueError(f"--{flag} {getattr(given, option)}: use 1 or more")
+    sizes = {option: vars(given)[option] for option in _SIZES}
+    for option, size in sizes.items():
+        flag = f"--{option.replace('_', '-')} {size}"
+        if size is not None and size < 1:
+            raise ValueError(f"{flag}: use 1 or more")
+        if size is not None and given.backend == "pathways":
+            raise ValueError(f"{flag}: Pathways has the slices that its proxy shows; leave it out")
+    if name == "verify" and given.backend == "pathways":
+        raise ValueError(
+            "--backend pathways: elastix verify compares two runs on simulated slices; leave it out"
+        )
     if given.steps is not None:
         fields = ["--num-steps", str(given.steps), *fields]
     return Command(
@@ -150,8 +159,7 @@ def _command(
         run_dir=given.run_dir,
         fork=getattr(given, "fork", None),
         backend=given.backend,
-        slices=given.slices,
-        devices_per_slice=given.devices_per_slice,
+        **{option: size for option, size in sizes.items() if size is not None},
         faults=(*losses, *hangs, *corrupt, *returns, *_scripted(given.faults)),
         fields=tuple(fields),
         compile_cache=given.compile_cache,
@@ -173,6 +181,8 @@ def _scripted(path: str | None) -> tuple[Fault, ...]:
         ) from error
 
 
+_SIZES = ("slices", "devices_per_slice")
+"""Of the cluster that is simulated."""
 _WITH_VALUE = (
     *("--run-dir", "--fork", "--backend", "--slices", "--devices-per-slice", "--steps"),
     *("--lose", "--hang", "--corrupt", "--return", "--faults", "--compile-cache"),
@@ -216,15 +226,16 @@ def _parser(name: str) -> argparse.ArgumentParser:
     default = "runs/<recipe>" if name == "run" else "a temporary one, removed on success"
     if name == "run":
         add("--fork", metavar="DIR@STEP", help="begin from this checkpoint of another run")
-    add("--run-dir", metavar="DIR", help=f"directory of the run's files (default: {default})")
+    folder = "directory, or gs://BUCKET/FOLDER," if name == "run" else "directory"
+    add("--run-dir", metavar="DIR", help=f"{folder} of the run's files (default: {default})")
     add(
         "--backend",
         metavar="NAME",
         default="simulated",
         help="simulated: CPU devices grouped into slices (the default); pathways: Cloud TPU slices",
     )
-    add("--slices", metavar="N", type=int, default=4, help="number of slices (default: 4)")
-    add("--devices-per-slice", metavar="N", type=int, default=2, help="(default: 2)")
+    add("--slices", metavar="N", type=int, help="number of simulated slices (default: 4)")
+    add("--devices-per-slice", metavar="N", type=int, help="of simulated slices (default: 2)")
     add("--steps", metavar="N", type=int, help="train so many steps: short for --num-steps N")
     fault = partial(add, action="append", default=[], metavar="S@STEP")
     fault("--lose", help="lose slice S, counted from 0, while STEP runs; S@12.5s: at 12.5 s")

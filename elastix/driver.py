@@ -156,7 +156,7 @@ class Driver:
         saving = self._saver is not None and self._saver.pending > 0
         if self._wake is None and not saving:
             raise ProtocolError("the machine is live, but no answer is outstanding")
-        left = self._wake.at - self._backend.now() if self._wake else _BLINK
+        left = max(0.0, self._wake.at - self._backend.now()) if self._wake else _BLINK
         if not saving:
             self._backend.idle(min(left, _BLINK))
         elif self._saver and (answer := self._saver.answer(timeout=_BLINK / 10)):

@@ -8,9 +8,11 @@ from pathlib import Path
 
 import jax
 
+from elastix.backends import Backend
 from elastix.backends.simulated import SimulatedBackend, simulate_devices
 from elastix.command import Command
 from elastix.overrides import override
+from elastix.recipe import Recipe
 from elastix.recipe_loading import LoadedRecipe, load_recipe
 
 
@@ -20,12 +22,38 @@ def prepare(command: Command) -> LoadedRecipe:
     Raises:
         ValueError: bad input, in one line with the remedy.
     """
-    if command.backend == "pathways":
-        raise ValueError("--backend pathways: this version has no Pathways backend yet")
-    if command.backend != "simulated":
-        raise ValueError(f"--backend {command.backend}: use simulated")
+    if command.backend not in ("simulated", "pathways"):
+        raise ValueError(f"--backend {command.backend}: use simulated or pathways")
     loaded = load_recipe(command.recipe)
     return replace(loaded, recipe=override(loaded.recipe, command.fields))
+
+
+def open_backend(command: Command, recipe: Recipe) -> Backend:
+    """The backend that `command` names, with its devices.
+
+    Raises:
+        ValueError: bad input, in one line with the remedy.
+    """
+    if command.backend == "pathways":
+        return pathways_backend(command)
+    recipe.check_slices(command.slices)  # before so many devices are made
+    return simulated_backend(command)
+
+
+def pathways_backend(command: Command) -> Backend:
+    """The slices of a Pathways proxy. What would not be used there is refused."""
+    from elastix.backends.pathways import PathwaysBackend, refuse_faults
+
+    refuse_faults(command.faults)
+    if command.compile_cache not in (None, "off"):
+        raise ValueError(
+            f"--compile-cache {command.compile_cache}: Pathways keeps compiled programs itself; "
+            "leave it out"
+        )
+    backend = PathwaysBackend()
+    for note in backend.notes:
+        print(f"elastix: {note}", flush=True)
+    return backend
 
 
 def simulated_backend(command: Command) -> SimulatedBackend:

@@ -17,7 +17,7 @@ from elastix.eval_step import EvalStep
 from elastix.leaf_hash import hash_on_device
 from elastix.mesh import SLICE
 from elastix.recipe import Recipe
-from elastix.snapshots import to_devices
+from elastix.snapshots import LocalTransfers, Transfers
 from elastix.step import TrainStep, Work, batch_spec
 from elastix.train_state import Leaves, StateSpec
 
@@ -33,6 +33,7 @@ class Program:
         sample: one global batch of the recipe's stream, for shapes and dtypes.
         devices: the devices of each slice.
         eval_sample: one global batch of the recipe's evaluation data, if it has any.
+        transfers: how batches get to these devices; by default they are of this process.
     """
 
     def __init__(
@@ -41,8 +42,10 @@ class Program:
         sample: Batch,
         devices: Mapping[int, Sequence[Any]],
         eval_sample: Batch | None = None,
+        transfers: Transfers | None = None,
     ):
         self._recipe, self._devices = recipe, devices
+        self._transfers = transfers or LocalTransfers()
         self._sample = _shapes(sample)
         self._eval_sample = _shapes(eval_sample) if eval_sample else None
         self._rules = tuple(getattr(recipe.model, "sharding_rules", tuple)())
@@ -161,7 +164,8 @@ class Program:
         """A global batch on the mesh of `slices`, replica by replica."""
         mesh = self.mesh(slices)
         arranged = self._arrange(batch, mesh)
-        return to_devices(arranged, {k: _batch_sharding(v, mesh) for k, v in arranged.items()})
+        shardings = {k: _batch_sharding(v, mesh) for k, v in arranged.items()}
+        return self._transfers.put(arranged, shardings)
 
     def consumed_ids(self, ids: np.ndarray) -> np.ndarray:
         """The example ids that came back from a step: int64[global_batch], padding left out."""

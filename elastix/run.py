@@ -72,8 +72,8 @@ def train(
         backend: where to run; by default four simulated slices of two CPU devices.
         faults: for simulated slices: what is lost and returned, and when, besides what the
             backend was made with.
-        run_dir: where checkpoints, logs and the summary go; a run that is there already is
-            resumed. None keeps nothing on disk.
+        run_dir: where checkpoints, logs and the summary go, a path or gs://BUCKET/FOLDER; a run
+            that is there already is resumed. None keeps nothing.
         fork_from: the checkpoint of another run from which this one begins, in a new `run_dir`.
         stop: set it to end the run after the steps in flight; by default SIGTERM and the first
             Ctrl-C do, if this is the main thread.
@@ -92,21 +92,26 @@ def train(
     sample = _first_batch("data", stream, recipe, backend)
     evaluated = recipe.build_eval_data() if recipe.policy.eval_every else None
     eval_sample = _first_batch("eval_data", evaluated[0], recipe, backend) if evaluated else None
-    program = Program(recipe, sample, backend.devices, eval_sample)
+    program = Program(recipe, sample, backend.devices, eval_sample, backend.transfers)
     with contextlib.ExitStack() as stack:
         directory = None
         if fork_from and not run_dir:
             raise ValueError(f"fork_from={fork_from}: name the run_dir of the new run")
         if run_dir:
-            numerics = {"versions": versions(), "layout": program.layout}
+            numerics = {
+                "versions": versions(),
+                "layout": program.layout,
+                "device": next(iter(backend.devices.values()))[0].device_kind,
+            }
             if fork_from:
-                described = (stream.fingerprint, numerics)
-                fork(fork_from, Path(run_dir), recipe, program.spec, *described)
+                fork(fork_from, run_dir, recipe, program.spec, stream.fingerprint, numerics)
             directory = RunDirectory.open(run_dir, recipe, stream.fingerprint, numerics)
             stack.callback(directory.close)
             _refuse_other_leaves(directory, program)
         backend.script_faults(faults)
         stop = stop or stack.enter_context(_stop_on_signals())
+        if directory:
+            directory.when_lost(stop.set)
         shown = QuietDisplay(display) if display else NoDisplay()
         run = _Run(recipe, program, stream, evaluated, backend, directory, shown, stop)
         return run.execute()
@@ -126,7 +131,7 @@ def _refuse_other_leaves(directory: RunDirectory, program: Program) -> None:
     with contextlib.suppress(CheckpointError, IndexError):  # what is bad, a restore will tell
         step = directory.store.steps()[-1]
         leaves: Any = directory.store.metadata(step)["checkpoint"]
-        refuse_other_leaves(f"run directory {directory.path}", program.spec, leaves["leaves"])
+        refuse_other_leaves(f"run directory {directory.name}", program.spec, leaves["leaves"])
 
 
 def default_backend() -> Backend:
@@ -243,7 +248,7 @@ class _Run:
         devices, spec = self._backend.devices, self._program.spec
         return RunInfo(
             self._recipe,
-            self._directory.path if self._directory else None,
+            self._directory.name if self._directory else None,
             len(devices),
             len(next(iter(devices.values()))),
             sum(math.prod(s.shape) for s in spec.leaves if s.path in spec.trainable_paths),
@@ -293,7 +298,7 @@ class _Run:
         compiles, hits = count_compiles()
         progress = driver.progress(steps)
         return Summary(
-            outcome=end.outcome if isinstance(end, Done) else "failed",
+            outcome=end.outcome,
             reason=end.reason if isinstance(end, Failed) else None,
             steps=steps,
             state_sha256=self._program.spec.sha256(final) if final else None,

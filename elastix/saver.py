@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import queue
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -13,11 +14,20 @@ from elastix.checkpoints import CheckpointError, CheckpointStore, UnreadableHere
 from elastix.classification import SliceLostError, first_line
 from elastix.leaf_hash import difference
 from elastix.machine import Abandon, Policy, Save, Saved, SaveFailed, Slices
-from elastix.snapshots import HostCopy
+from elastix.snapshots import HostSnapshot
 from elastix.train_state import all_finite
 
 Shapes = dict[str, tuple[int, ...]]
 SaveAnswer = Saved | SaveFailed
+
+
+Place = Callable[[str, np.ndarray], Any]
+"""Takes the path and the values of a leaf."""
+
+
+def keep(path: str, leaf: np.ndarray) -> np.ndarray:
+    """Nothing is placed: the leaf stays in host memory."""
+    return leaf
 
 
 class Saver:
@@ -50,12 +60,12 @@ class Saver:
         """Saves that have not been answered yet."""
         return len(self._due)
 
-    def save(self, effect: Save, copy: HostCopy | None, extra: dict[str, Any]) -> None:
+    def save(self, effect: Save, copy: HostSnapshot | None, extra: dict[str, Any]) -> None:
         """Begin to write the host copy of one slice."""
         self._due[effect.epoch, effect.step] = self._backend.now() + self._policy.save_deadline
         self._submit(effect, copy, {**self._metadata, **extra})
 
-    def _submit(self, effect: Save, copy: HostCopy | None, metadata: dict[str, Any]) -> None:
+    def _submit(self, effect: Save, copy: HostSnapshot | None, metadata: dict[str, Any]) -> None:
         self._thread.submit(self._answer, effect, copy, metadata)
 
     def abandon(self, effect: Abandon) -> None:
@@ -63,15 +73,19 @@ class Saver:
         self._abandoned.add((effect.epoch, effect.step))
         self._thread.submit(self._remove, effect)
 
-    def load(self, step: int) -> tuple[dict[str, np.ndarray], dict[str, object]]:
+    def load(self, step: int, place: Place = keep) -> tuple[dict[str, Any], dict[str, object]]:
         """Read a checkpoint, verified.
+
+        Args:
+            place: is given each leaf as soon as it is read, and returns what is wanted of it; the
+                whole state need not be in host memory then.
 
         Raises:
             CheckpointError: it is bad, and was set aside.
             UnreadableHereError: it may be good, but this process cannot read it.
             StuckError: it was not read by the deadline of a restore.
         """
-        job = self._thread.submit(self._load, step)
+        job = self._thread.submit(self._load, step, place)
         deadline = self._policy.prepare_deadline
         return wait_for(job, self._backend, (), deadline, f"reading the checkpoint of step {step}")
 
@@ -106,21 +120,24 @@ class Saver:
         """Wait for what is being written, unless that hangs."""
         self._thread.close(timeout=0.0 if self._hangs else None)
 
-    def _load(self, step: int) -> tuple[dict[str, np.ndarray], dict[str, object]]:
+    def _load(self, step: int, place: Place) -> tuple[dict[str, Any], dict[str, object]]:
         try:
-            leaves, metadata = self._store.load(step)
+            leaves, metadata = self._store.stream(step)
             hashes: Any = metadata.get("leaf_hashes", {})
-            wrong = difference(leaves, hashes)
-            if wrong:
-                raise CheckpointError(f"step {step}: {wrong} is not what the device held")
-            return leaves, metadata
+            placed = {}
+            for path, leaf in leaves:
+                if difference({path: leaf}, hashes):
+                    raise CheckpointError(f"step {step}: {path} is not what the device held")
+                placed[path] = place(path, leaf)
+                del leaf  # before the next is read
+            return placed, metadata
         except UnreadableHereError:
             raise
         except CheckpointError as error:
             self._store.set_aside(step, str(error))
             raise
 
-    def _answer(self, effect: Save, copy: HostCopy | None, metadata: dict[str, Any]) -> None:
+    def _answer(self, effect: Save, copy: HostSnapshot | None, metadata: dict[str, Any]) -> None:
         try:
             self._write(effect, copy, metadata)
         except Exception as error:
@@ -149,7 +166,7 @@ class Saver:
     def _probe(self, slice_id: int) -> dict[int, Health]:
         return self._backend.probe([slice_id], self._policy.probe_deadline)
 
-    def _write(self, effect: Save, copy: HostCopy | None, metadata: dict[str, Any]) -> None:
+    def _write(self, effect: Save, copy: HostSnapshot | None, metadata: dict[str, Any]) -> None:
         """A checkpoint counts only if its slice was alive after the copy was read."""
         if (effect.epoch, effect.step) in self._abandoned:
             raise CheckpointError(f"the save of step {effect.step} was abandoned")

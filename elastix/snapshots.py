@@ -2,13 +2,17 @@
 
 A host snapshot is one whole copy for each slice, held in that slice's host memory. Nothing here
 asks whether a slice is alive: the driver does, before and after.
+
+How arrays travel depends on where the devices are: `LocalTransfers` is for devices of this process,
+whose host memory is the process's own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import gc
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import numpy as np
@@ -17,6 +21,59 @@ from jax.sharding import NamedSharding
 from elastix.train_state import Leaves
 
 Index = tuple[slice, ...]
+Shapes = Mapping[str, tuple[int, ...]]
+Shardings = Mapping[str, NamedSharding]
+
+
+class HostSnapshot(Protocol):
+    """One whole copy of the leaves after `step` in the host memory of one slice, and the hash of
+    each leaf that its devices computed."""
+
+    @property
+    def step(self) -> int: ...
+
+    @property
+    def hashes(self) -> Mapping[str, str]: ...
+
+    def whole(self, shapes: Shapes) -> dict[str, np.ndarray]:
+        """The leaves put together, as new arrays in this process."""
+        ...
+
+
+@runtime_checkable
+class Transfers(Protocol):
+    """How arrays get to devices, from one to another, and to host memory and back."""
+
+    def put(self, whole: Mapping[str, np.ndarray], shardings: Shardings) -> Leaves:
+        """Put arrays of this process on a mesh."""
+        ...
+
+    def place(self, leaf: np.ndarray, sharding: NamedSharding) -> jax.Array:
+        """Put one leaf of a train state on a mesh, to be donated to a step; it is there on return,
+        and nothing of it is left in this process."""
+        ...
+
+    def move(self, leaves: Leaves, donors: frozenset[Any], shardings: Shardings) -> Leaves:
+        """Rebuild live leaves on another mesh, reading only what lies on the devices `donors`."""
+        ...
+
+    def copy(
+        self,
+        leaves: Leaves,
+        devices: Mapping[int, Sequence[Any]],
+        step: int,
+        hashes: Mapping[str, str],
+    ) -> Mapping[int, HostSnapshot]:
+        """Copy what lies on the `devices` of each slice to the host memory of that slice."""
+        ...
+
+    def restore(self, copies: Sequence[Any], shapes: Shapes, shardings: Shardings) -> Leaves:
+        """Put a host snapshot on a mesh.
+
+        Args:
+            copies: the same snapshot of one or more slices, made by `copy`.
+        """
+        ...
 
 
 @dataclass(frozen=True)
@@ -33,12 +90,13 @@ class HostCopy:
         """Every buffer of the copy."""
         return [array for shards in self.shards.values() for _, array in shards]
 
-    def whole(self, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, np.ndarray]:
+    def whole(self, shapes: Shapes) -> dict[str, np.ndarray]:
         """The leaves put together, as new arrays."""
-        return {path: _assemble(shards, shapes[path]) for path, shards in self.shards.items()}
+        return {path: assemble(shards, shapes[path]) for path, shards in self.shards.items()}
 
 
-def _assemble(shards: list[tuple[Index, np.ndarray]], shape: tuple[int, ...]) -> np.ndarray:
+def assemble(shards: Sequence[tuple[Index, np.ndarray]], shape: tuple[int, ...]) -> np.ndarray:
+    """The whole array of its shards, as a new one."""
     whole = np.empty(shape, shards[0][1].dtype)
     for index, values in shards:
         whole[index] = values
@@ -59,25 +117,64 @@ def copy_to_host(
     return HostCopy(step, shards, hashes)
 
 
-def to_devices(whole: Mapping[str, np.ndarray], shardings: Mapping[str, NamedSharding]) -> Leaves:
+class LocalTransfers:
+    """Transfers for devices of this process; see `to_devices`, `move` and `copy_to_host`."""
+
+    def put(self, whole: Mapping[str, np.ndarray], shardings: Shardings) -> Leaves:
+        return to_devices(whole, shardings)
+
+    def place(self, leaf: np.ndarray, sharding: NamedSharding) -> jax.Array:
+        placed = jax.block_until_ready(_on_devices(leaf, sharding, _owned))
+        gc.collect(0)  # JAX lets go of a numpy array that it shared when Python collects garbage
+        return placed
+
+    def move(self, leaves: Leaves, donors: frozenset[Any], shardings: Shardings) -> Leaves:
+        return move(leaves, donors, shardings)
+
+    def copy(
+        self,
+        leaves: Leaves,
+        devices: Mapping[int, Sequence[Any]],
+        step: int,
+        hashes: Mapping[str, str],
+    ) -> dict[int, HostCopy]:
+        return {s: copy_to_host(leaves, frozenset(d), step, hashes) for s, d in devices.items()}
+
+    def restore(self, copies: Sequence[HostCopy], shapes: Shapes, shardings: Shardings) -> Leaves:
+        whole = copies[0].whole(shapes)
+        return {path: self.place(leaf, shardings[path]) for path, leaf in whole.items()}
+
+
+def to_devices(whole: Mapping[str, np.ndarray], shardings: Shardings) -> Leaves:
     """Put host arrays on a mesh, each device with a buffer of its own.
 
     `jax.device_put` of a replicated numpy array shares one buffer between all CPU devices, and
     with the array itself; a copy for each device is what a real device would have.
     """
-    return {path: _to_devices(array, shardings[path]) for path, array in whole.items()}
+    return {path: _on_devices(array, shardings[path], _copy) for path, array in whole.items()}
 
 
-def _to_devices(array: np.ndarray, sharding: NamedSharding) -> jax.Array:
+def _on_devices(
+    array: np.ndarray, sharding: NamedSharding, put: Callable[[np.ndarray, Any], jax.Array]
+) -> jax.Array:
     # Device by device: JAX asks once for all that a replicated leaf is equal on, and shares it.
-    parts = [
-        jax.device_put(np.array(array[index], copy=True), device)
-        for device, index in sharding.addressable_devices_indices_map(array.shape).items()
-    ]
+    places = sharding.addressable_devices_indices_map(array.shape).items()
+    parts = [put(array[index], device) for device, index in places]
     return jax.make_array_from_single_device_arrays(array.shape, sharding, parts)
 
 
-def move(leaves: Leaves, donors: frozenset[Any], shardings: Mapping[str, NamedSharding]) -> Leaves:
+def _copy(values: np.ndarray, device: Any) -> jax.Array:
+    return jax.device_put(np.array(values, copy=True), device)
+
+
+def _owned(values: np.ndarray, device: Any) -> jax.Array:
+    """In memory that is JAX's own: a CPU device shares a numpy array that is aligned, and then
+    could not reuse the memory of what is donated."""
+    shared = jax.device_put(values, device)
+    return jax.device_put(shared, device, may_alias=False)
+
+
+def move(leaves: Leaves, donors: frozenset[Any], shardings: Shardings) -> Leaves:
     """Rebuild live leaves on another mesh from the shards that lie on `donors`.
 
     A device that already holds the right shard keeps it without a copy; the others copy from

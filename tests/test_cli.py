@@ -205,7 +205,7 @@ BAD_INPUT = [
     (["run", "--seed", 3, TINY], ["no RECIPE", "after it"]),
     (["run", TINY, "--slices", 0], ["--slices 0", "1 or more"]),
     (["run", TINY, "--slices", "two"], ["--slices", "'two'"]),
-    (["run", TINY, "--backend", "pathways"], ["pathways", "no Pathways backend yet"]),
+    (["run", TINY, "--backend", "pathways"], ["JAX_PLATFORMS=proxy", "JAX_BACKEND_TARGET=grpc:"]),
     (["run", TINY, "--backend", "gpu"], ["gpu", "simulated"]),
     (["verify", TINY], ["verify", "--lose S@STEP"]),
     (["verify", TINY, "--lose", "9@4"], ["--lose 9@4", "slices 0 to 3"]),

@@ -31,7 +31,7 @@ ALLOWED = {
 }
 # These may be imported by modules whose names match, and by nobody else in these packages.
 RESERVED = {
-    "pathwaysutils": r"elastix\.backends\.pathways$",
+    "pathwaysutils": r"elastix\.(backends\.pathways|launch\.jobset)$",
     "elastix.cli": r"elastix\.__main__$",
 }
 RESTRICTED = ("elastix", "models", "recipes")
@@ -186,6 +186,10 @@ PLANTED = [
         "elastix.goodput:2 imports elastix.machine",
     ),
     ({"elastix/run.py": "import pathwaysutils.x"}, "elastix.run:1 imports pathwaysutils"),
+    (
+        {"elastix/launch/xpk.py": "import pathwaysutils"},
+        "elastix.launch.xpk:1 imports pathwaysutils",
+    ),
     ({"elastix/run.py": "from elastix import cli"}, "elastix.run:1 imports elastix.cli"),
     ({"elastix/run.py": "from .cli import main"}, "elastix.run:1 imports elastix.cli"),
     (
@@ -221,6 +225,7 @@ def test_what_is_allowed_is_not_reported(tmp_path):
             "elastix/machine/a.py": "def f():\n  from elastix.machine import g",
             "elastix/recoveries.py": "from elastix.machine import State\nfrom . import machine",
             "elastix/backends/pathways.py": "import pathwaysutils",
+            "elastix/launch/jobset.py": "from pathwaysutils.x import y",
             "elastix/__main__.py": "from elastix.cli import main",
             "elastix/a.py": "if typing.TYPE_CHECKING:\n  import elastix.b",
             "elastix/b.py": "import elastix.a\ndef f():\n  import elastix.c",

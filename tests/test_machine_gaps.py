@@ -54,6 +54,7 @@ from elastix.machine import (
 from elastix.machine.ledger import (
     choose_mesh,
     forget,
+    host_source,
     newest_snapshot,
     probes_needed,
     save,
@@ -212,6 +213,97 @@ def test_what_died_is_forgotten_and_the_rest_is_not():
     )
 
 
+def test_only_a_snapshot_that_an_answering_slice_holds_is_one():
+    book = ledger(up=slices(0), leaving=(Leaving(1, 900.0),), sources=(SEED, host(40, slices(2))))
+    assert host_source(book, 40) is None
+    for holder in (0, 1):
+        held = replace(book, sources=(SEED, host(40, slices(2, holder))))
+        assert host_source(held, 40) == held.sources[1]
+    assert host_source(held, 30) is None
+
+
+def test_where_no_snapshot_is_to_be_let_go_nothing_is_made_anew():
+    sources = (SEED, disk(20), host(40))
+    assert newest_snapshot(sources) is sources
+    assert newest_snapshot(sources[:2]) == sources[:2]
+
+
+# --- slices whose bits differ ---------------------------------------------------------------------
+
+
+def test_after_wrong_bits_no_live_state_is_a_source():
+    policy = replace(POLICY, lookback="live")
+    live = Source(Tier.LIVE, 45, 2, ALL)
+    book = ledger(sources=(SEED, disk(20), host(40), live), evaluated=45)
+    before = training(45, 47, ledger=book)
+    state, effects = on(before, SlicesLost, policy, slices=slices(1), corrupt=True, cause="bits")
+    rest = slices(0, 2, 3)
+    assert isinstance(state, Restoring) and state.mesh == rest
+    assert state.ledger == replace(
+        book,
+        up=rest,
+        epoch=EPOCH + 1,
+        sources=(SEED, disk(20), host(40, rest)),
+        corrupt=slices(1),
+        evaluated=40,
+        losses=1,
+        flaps=(Flap(1, 1),),
+    )
+    assert effects == (Prepare(EPOCH + 1, rest, host(40, rest)),)
+
+
+def test_what_was_evaluated_before_the_newest_snapshot_stays_so():
+    before = training(45, 47, ledger=ledger(evaluated=30, corrupt=slices(3)))
+    state, _ = on(before, SlicesLost, slices=slices(1), corrupt=True)
+    assert state.ledger.evaluated == 30 and state.ledger.corrupt == slices(1, 3)
+
+
+def test_a_slice_with_wrong_bits_is_not_waited_for_and_not_taken_back():
+    policy = replace(POLICY, patience=0.5)
+    state, _ = on(training(45), SlicesLost, policy, slices=slices(1), corrupt=True)
+    assert isinstance(state, Restoring), "all others are up"
+    book = ledger(up=slices(0, 2), corrupt=slices(1))
+    state, _ = on(training(45, mesh=slices(0, 2), ledger=book), Probed, up=slices(1, 3))
+    assert state.ledger.up == slices(0, 2, 3)
+    for _ in range(2):
+        state, _ = on(state, Probed, up=slices(1, 3))
+    assert isinstance(state, Restoring) and state.mesh == slices(0, 2, 3)
+
+
+def test_a_slice_that_died_is_not_one_whose_bits_differ():
+    policy = replace(POLICY, lookback="live")
+    state, _ = on(training(45, 46), SlicesLost, policy, slices=slices(1))
+    assert state.ledger.corrupt == slices() and state.source.tier is Tier.LIVE
+
+
+# --- waits ----------------------------------------------------------------------------------------
+
+
+def test_patience_of_less_than_a_second_is_patience():
+    policy = replace(POLICY, patience=0.5)
+    state, effects = on(training(45), SlicesLost, policy, slices=slices(1))
+    assert isinstance(state, Waiting) and (state.want, state.until) == (4, 100.5)
+    assert effects == (Probe(EPOCH + 1, ALL),)
+
+
+# --- evaluations and notices ----------------------------------------------------------------------
+
+
+def evaluating(step: int = 50, **changes) -> Training:
+    return training(step, asked=Evaluate(EPOCH, step), **changes)
+
+
+def test_a_notice_for_a_slice_that_evaluates_ends_the_evaluation_and_one_for_another_does_not():
+    policy = replace(POLICY, eval_every=50)
+    notice = dict(slices=slices(1), until=160.0)
+    state, effects = on(evaluating(), PreemptionNoticed, policy, **notice)
+    assert isinstance(state, Restoring) and state.source.tier is Tier.LIVE
+    assert state.mesh == slices(0, 2, 3) and len(effects) == 1
+    before = evaluating(mesh=slices(0, 2, 3))
+    state, effects = on(before, PreemptionNoticed, policy, **notice)
+    assert state.asked == Evaluate(EPOCH, 50) and effects == (), "it is not begun a second time"
+
+
 # --- our defects ----------------------------------------------------------------------------------
 
 
@@ -307,6 +399,18 @@ def test_a_save_that_is_there_already_is_owed_no_more():
     assert save(replace(written, save_owed=False), host(50)) == (written, ())
 
 
+def test_what_leaves_before_the_first_step_is_copied_and_not_saved():
+    """Step 0 is the seed: a checkpoint of it would save nothing."""
+    book = ledger(sources=(SEED,), leaving=(Leaving(1, 900.0),), up=ALL - {1})
+    state, _ = on(restoring(SEED, ledger=book), Prepared, step=0)
+    assert isinstance(state, Restoring) and state.source.tier is Tier.LIVE
+    moved = dict(epoch=EPOCH + 1)
+    state, effects = on(state, Prepared, step=0, **moved)
+    assert effects[0] == Snapshot(EPOCH + 1, 0)
+    state, effects = on(state, Snapshotted, step=0, holders=state.mesh, **moved)
+    assert effects == (RunStep(EPOCH + 1, 1),) and state.ledger.saving is None
+
+
 # --- checkpoints by time --------------------------------------------------------------------------
 
 BY_TIME = replace(POLICY, checkpoint_every=0, checkpoint_seconds=30.0)
@@ -363,6 +467,17 @@ def test_steps_and_seconds_go_together_and_a_save_of_either_counts():
     both = replace(BY_TIME, checkpoint_every=50)
     state, effects = on(taken(50), Snapshotted, both, at=101.0, step=50, holders=ALL)
     assert Save(EPOCH, 50, 2) in effects and state.ledger.saved_at == 101.0
+
+
+def test_a_save_on_leaving_counts_from_when_it_was_begun():
+    policy = replace(BY_TIME, min_slices=4)
+    before = training(40, ledger=timed())
+    notice = dict(slices=slices(1), until=160.0)
+    state, effects = on(before, PreemptionNoticed, policy, at=120.0, **notice)
+    assert isinstance(state, Waiting) and effects[0] == Save(EPOCH, 40, 2)
+    assert state.ledger.saved_at == 120.0
+    state, effects = on(before, PreemptionNoticed, replace(POLICY, min_slices=4), **notice)
+    assert state.ledger.saved_at == 100.0, "where no seconds are counted, none are noted"
 
 
 def saved_at(at: float, event=Saved, **fields):
@@ -548,6 +663,11 @@ def test_the_driver_wakes_on_the_second_it_was_asked_to():
 )
 def test_each_deadline_is_a_share_of_the_one_budget(name, seconds):
     assert getattr(Policy(deadline=6000.0), f"{name}_deadline") == pytest.approx(seconds)
+
+
+def test_every_deadline_is_told_by_what_it_is_for():
+    told = {"wait": 6000.0, "compile": 2000.0, "save": 1000.0, "step": 200.0, "probe": 100 / 3}
+    assert Policy(deadline=6000.0).deadlines == pytest.approx(told)
 
 
 def test_a_deadline_is_never_so_short_that_healthy_slices_miss_it():

@@ -11,7 +11,7 @@ import pytest
 from elastix import driver as driver_module
 from elastix.backends import Health
 from elastix.driver import Driver
-from elastix.machine import Done, Finishing, Prepare, Source, Tier
+from elastix.machine import Done, Failed, Finishing, Policy, Prepare, Source, Tier
 from elastix.testing import (
     CELLS,
     Fault,
@@ -66,6 +66,18 @@ def test_the_simulator_runs_nearly_every_line_of_the_driver():
     lines, missed = coverage.lines, coverage.missed
     print(f"driver.py: {1 - len(missed) / len(lines):.1%} of {len(lines)} lines; not {missed}")
     assert len(missed) <= 0.06 * len(lines), missed
+
+
+def test_a_save_that_ran_out_of_time_is_not_owed_for_what_befell_its_slice_meanwhile():
+    """The disk hangs, and before that is noticed the slice dies: nothing is to be made up for."""
+    hangs = Fault(Phase.SAVE, Kind.STALL, returns=300.0)
+    dies = Fault(Phase.SAVE, Kind.HANG, slices=(1,), returns=50.0)
+    policy = Policy(deadline=2.0, eval_every=1)
+    result = simulate(Schedule(2, 1, policy, faults=(hangs, dies)))
+    assert result.violation is None
+    first, last = result.ends
+    assert first == Failed("the last checkpoint could not be written: it was not written in 30 s")
+    assert isinstance(last, Done) and last.outcome == "done"
 
 
 @pytest.mark.parametrize("seed", range(25))
@@ -141,6 +153,13 @@ class UncheckedSave(GhostSaver):
         self._world.point()
         if copy:
             self._store.save(effect.step, copy.whole(), metadata)
+
+
+class BlamesNobody(GhostSaver):
+    """Says that a save failed, and not that its slice is gone."""
+
+    def _lost(self, error, holder):
+        return frozenset()
 
 
 class DeafDriver(Driver):
@@ -257,6 +276,7 @@ DEFECTS = [
         Parts(saver=UncheckedSave),
         "saved is saved|the newest|the end is on disk|nothing dead is done",
     ),
+    (Parts(saver=BlamesNobody), "an abandoned save is owed"),
     (Parts(driver=DeafDriver), "runs on live slices|the run ends|a failure fits"),
     (Parts(driver=DeadMember), "runs on live|nothing escapes|a failure fits|a restored"),
     (Parts(arrays=EagerFree), "a named snapshot is kept|nothing dead is done|a failure fits"),

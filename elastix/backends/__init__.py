@@ -7,7 +7,7 @@ from enum import StrEnum
 from typing import Any, Protocol
 
 from elastix.faults import Fault
-from elastix.snapshots import HostCopy
+from elastix.snapshots import HostSnapshot, Transfers
 
 
 class Health(StrEnum):
@@ -25,6 +25,11 @@ class Backend(Protocol):
     """
 
     name: str
+
+    @property
+    def transfers(self) -> Transfers:
+        """How arrays travel to and from these devices."""
+        ...
 
     @property
     def devices(self) -> Mapping[int, Sequence[Any]]:
@@ -97,7 +102,7 @@ class Backend(Protocol):
         """Scripted faults that did not strike."""
         ...
 
-    def host_memory(self, slice_id: int) -> dict[int, HostCopy]:
+    def host_memory(self, slice_id: int) -> dict[int, HostSnapshot]:
         """The host memory of a slice: its snapshots by step. Empty after the slice died."""
         ...
 

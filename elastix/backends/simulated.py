@@ -19,7 +19,7 @@ import numpy as np
 from elastix.backends import Health
 from elastix.classification import StuckError
 from elastix.faults import Corrupt, Fault, Hang, Lose, Return, Script, validate
-from elastix.snapshots import HostCopy
+from elastix.snapshots import HostCopy, LocalTransfers
 
 _CANARY = 0x5EED
 _POISON = 0xFF
@@ -73,6 +73,7 @@ class SimulatedBackend:
     """
 
     name = "simulated"
+    transfers = LocalTransfers()
 
     def __init__(
         self,
@@ -214,7 +215,7 @@ class SimulatedBackend:
         if dead:
             raise _data_loss(dead, "reading a result")
 
-    def host_memory(self, slice_id: int) -> dict[int, HostCopy]:
+    def host_memory(self, slice_id: int) -> dict[int, Any]:
         return self._memory[slice_id]
 
     # --- faults -----------------------------------------------------------------------------

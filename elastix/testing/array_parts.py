@@ -209,11 +209,11 @@ class ArrayStore:
         write()
         self._note()
 
-    def load(self, step: int) -> tuple[dict[str, np.ndarray], dict[str, object]]:
+    def stream(self, step: int) -> tuple[Iterator[tuple[str, np.ndarray]], dict[str, object]]:
         self._world.point()
         if step in self._world.rotten:
             self._rot(step)
-        return self._real.load(step)
+        return self._real.stream(step)
 
     def set_aside(self, step: int, why: str) -> None:
         self._real.set_aside(step, why)

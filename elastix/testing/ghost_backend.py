@@ -56,6 +56,8 @@ class GhostBackend:
     """Slices without devices. Losses surface as on the simulated backend."""
 
     name = "ghost"
+    transfers: Any = None
+    """Ghosts do not travel: `GhostArrays` asks for none."""
 
     def __init__(self, world: World):
         self._world = world

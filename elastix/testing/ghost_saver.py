@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -12,7 +12,7 @@ import numpy as np
 from elastix.backends import Backend
 from elastix.checkpoints import CheckpointError
 from elastix.machine import Event, Save
-from elastix.saver import SaveAnswer, Saver
+from elastix.saver import Place, SaveAnswer, Saver, keep
 from elastix.testing.ghost_backend import from_leaves, ghost_hashes, to_leaves
 from elastix.testing.ghosts import progress_after
 from elastix.testing.schedules import ERRORS, Kind, Phase
@@ -128,7 +128,7 @@ class GhostStore:
             if old < step:
                 self.remove(old)
 
-    def load(self, step: int) -> tuple[dict[str, np.ndarray], dict[str, object]]:
+    def stream(self, step: int) -> tuple[Iterator[tuple[str, np.ndarray]], dict[str, object]]:
         self._spend(LOAD_SECONDS)
         self._world.point()
         if step not in self._world.disk:
@@ -137,7 +137,7 @@ class GhostStore:
             raise CheckpointError(f"the checkpoint of step {step} is damaged, {PLANTED}")
         ghost, metadata = self._world.disk[step]
         known = {"progress": progress_after(step).to_json(), "leaf_hashes": ghost_hashes(ghost)}
-        return to_leaves(ghost), {**known, **metadata}
+        return iter(to_leaves(ghost).items()), {**known, **metadata}
 
     def set_aside(self, step: int, why: str) -> None:
         if self._world.disk.pop(step, None) is None:
@@ -195,9 +195,9 @@ class GhostSaver(Saver):
             self._world.pass_time(timeout if due is None else min(timeout, due))
         return self._ready.popleft() if self._ready else None
 
-    def load(self, step: int) -> tuple[dict[str, np.ndarray], dict[str, object]]:
+    def load(self, step: int, place: Place = keep) -> tuple[dict[str, Any], dict[str, object]]:
         self._world.stall(Phase.RESTORE, self._policy.prepare_deadline, f"reading step {step}")
-        return self._thread.submit(self._load, step).result()
+        return self._thread.submit(self._load, step, place).result()
 
 
 class _Answer:

@@ -27,6 +27,9 @@ from elastix.machine import (
 from elastix.testing.world import PLANTED, Violation, World
 
 NOBODY: Slices = frozenset()
+TOO_LATE = "it was not written in"
+"""In the reason of a save that was given up at its deadline: whatever became of its slice
+meanwhile, that is not why it failed, and nobody asked."""
 
 
 def violated(rule: str, message: str) -> NoReturn:
@@ -119,5 +122,10 @@ def lost_holder(before: Live, event: Event, gone: Slices, alive: bool) -> bool:
     saving = before.ledger.saving
     if saving is None:
         return False
-    failed = isinstance(event, SaveFailed) and PLANTED not in event.reason and not alive
+    failed = isinstance(event, SaveFailed) and not _of_the_disk(event) and not alive
     return failed or saving.holder in gone
+
+
+def _of_the_disk(event: SaveFailed) -> bool:
+    """Whether a save failed for what the disk did, and no slice is to blame."""
+    return PLANTED in event.reason or TOO_LATE in event.reason

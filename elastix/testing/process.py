@@ -27,7 +27,7 @@ from elastix.notices import Announcements
 from elastix.retraction import retract_wrong_steps
 from elastix.saver import Saver
 from elastix.testing.invariants import Rules
-from elastix.testing.knowledge import violated
+from elastix.testing.knowledge import TOO_LATE, violated
 from elastix.testing.schedules import FOREVER, Kind, Phase, Schedule
 from elastix.testing.world import PLANTED, Violation, World
 
@@ -182,7 +182,7 @@ class Process:
         if "data failed twice" in reason or "data stream failed twice" in reason:
             return self._struck(Kind.DATA) > 1 or self._struck(Kind.STALL) > 0
         if "the last checkpoint could not be written" in reason:
-            return PLANTED in reason or "it was not written in" in reason
+            return PLANTED in reason or TOO_LATE in reason
         return PLANTED in reason and self._struck(Kind.PROGRAM, Kind.INTERNAL) > 0
 
 

@@ -2,11 +2,11 @@
 
 from dataclasses import replace
 
-import elastix.arrays
+import elastix.snapshots
 from elastix import Recipe
 from tests.recipes import tiny
 
-_move = elastix.arrays.move
+_move = elastix.snapshots.move
 
 
 def move_from_the_dead(leaves, donors, shardings):
@@ -14,7 +14,7 @@ def move_from_the_dead(leaves, donors, shardings):
     return _move(leaves, frozenset(dead) or donors, shardings)
 
 
-elastix.arrays.move = move_from_the_dead
+elastix.snapshots.move = move_from_the_dead
 
 
 def recipe() -> Recipe:
