@@ -22,6 +22,7 @@ elastix trains on several slices of devices, loses some, and carries on.
   elastix checkpoints RUN_DIR  list a run's checkpoints, verify them, and say which a resume takes
   elastix simulate        run fault schedules on ghosts instead of arrays, thousands by seed
   elastix local-pathways  a Pathways on this machine, whose slices are processes to kill
+  elastix advise RECIPE   how often to save, how long to wait, and what share of time will be useful
   elastix data pack       tokenize and pack documents into files to train from
   elastix launch gke RECIPE  manifests that run it on Cloud TPU slices; launch xpk: the xpk command
 

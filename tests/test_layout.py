@@ -27,7 +27,7 @@ ALLOWED = {
     r"elastix\.jsonl$": set(),
     r"elastix\.event_log$": {"elastix.machine", "elastix.jsonl"},
     r"elastix\.(replay|explain)$": {"elastix.machine", "elastix.event_log", "elastix.replay"},
-    r"elastix\.(faults|goodput|lazy)$": set(),
+    r"elastix\.(faults|goodput|goodput_model|durations|lazy)$": set(),
 }
 # These may be imported by modules whose names match, and by nobody else in these packages.
 RESERVED = {
@@ -39,7 +39,7 @@ RESTRICTED = ("elastix", "models", "recipes")
 # Modules that must load with the standard library alone.
 PURE = (
     *("machine", "recoveries", "faults", "goodput", "jsonl", "event_log", "replay", "explain"),
-    "lazy",
+    *("lazy", "goodput_model", "durations"),
 )
 
 
