@@ -46,6 +46,7 @@ def test_bad_input_is_refused_with_the_remedy(words):
     assert ran.stdout == "" and re.search(r"write A:B|use 1 step", ran.stderr.splitlines()[-1])
 
 
+@pytest.mark.soak
 def test_the_cost_of_the_same_bits_is_told_by_slices():
     small = ["--replicas", "3", "--examples", "2", "--seq-len", "8", "--repeats", "2"]
     ran = bench("--models", "least", "--slices", "3", *small, name="reduction")
@@ -66,6 +67,7 @@ def test_the_cost_of_the_same_bits_is_told_by_slices():
 # --- bench/scale.py -------------------------------------------------------------------------------
 
 
+@pytest.mark.soak
 def test_a_recovery_is_timed_by_size_and_slices(tmp_path):
     out = tmp_path / "scale.json"
     ran = bench("--quick", "--out", str(out), name="scale")

@@ -81,7 +81,9 @@ def evaluated_at_the_end_of_the_half(rows):
     return [row for row in rows if row["step"] != STEPS // 2]
 
 
-@pytest.mark.parametrize("prefetch", range(5))
+@pytest.mark.parametrize(
+    "prefetch", [0, *(pytest.param(n, marks=pytest.mark.soak) for n in (1, 2)), 3, 4]
+)
 def test_a_split_run_leaves_what_an_unsplit_one_does(prefetch, whole, tmp_path):
     """With a loss in the second half if `prefetch` is odd: then fewer slices do the steps."""
     run(replace(recipe(prefetch), num_steps=STEPS // 2), tmp_path)
