@@ -247,6 +247,7 @@ def test_what_forks_dies_with_all_slices_and_they_come_back(cluster, controller,
     assert {child.pid for child in forks.children()} > set(cluster.pids.values())
     forks.kill()
     until(lambda: not any(cluster.pids.values()))
+    until(lambda: len(below(cluster.server_pid)) > 2)  # what forks, and the compiler: both anew
     assert controller.do("active")[0] == []
     give_back_all(cluster)
     assert controller.do("active")[0] == [0, 1, 2]
@@ -277,7 +278,7 @@ def test_the_state_lives_with_the_slices_and_passes_through_the_server(cluster, 
 
 
 def test_what_is_donated_takes_no_memory(cluster, controller, whole):
-    controller.do("put", 1)
+    controller.do("hold")
     held = cluster.num_bytes[0]
     controller.do("donate")
     assert cluster.num_bytes[0] <= held
