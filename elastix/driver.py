@@ -153,13 +153,13 @@ class Driver:
 
     def _pass_time(self) -> None:
         """Nothing is in the foreground: wait for a save or for the next wake-up."""
-        saving = self._saver is not None and self._saver.pending > 0
-        if self._wake is None and not saving:
+        saver = self._saver if self._saver and self._saver.pending else None
+        if self._wake is None and saver is None:
             raise ProtocolError("the machine is live, but no answer is outstanding")
         left = max(0.0, self._wake.at - self._backend.now()) if self._wake else _BLINK
-        if not saving:
+        if saver is None:
             self._backend.idle(min(left, _BLINK))
-        elif self._saver and (answer := self._saver.answer(timeout=_BLINK / 10)):
+        elif answer := saver.answer(timeout=_BLINK / 10):
             self._events.append(answer)
         else:
             self._backend.idle(min(left, _BLINK / 50))
@@ -185,8 +185,8 @@ class Driver:
             case Save():
                 self._save(effect)
             case Abandon():
-                if self._saver:
-                    self._saver.abandon(effect)
+                assert self._saver
+                self._saver.abandon(effect)
             case Probe():
                 self._guarded(self._probe, effect)
             case Try():

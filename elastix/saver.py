@@ -62,6 +62,7 @@ class Saver:
 
     def save(self, effect: Save, copy: HostSnapshot | None, extra: dict[str, Any]) -> None:
         """Begin to write the host copy of one slice."""
+        self._abandoned.discard((effect.epoch, effect.step))
         self._due[effect.epoch, effect.step] = self._backend.now() + self._policy.save_deadline
         self._submit(effect, copy, {**self._metadata, **extra})
 
@@ -69,9 +70,12 @@ class Saver:
         self._thread.submit(self._answer, effect, copy, metadata)
 
     def abandon(self, effect: Abandon) -> None:
-        """Give up a save. What it wrote is removed behind it, even if it looks committed."""
-        self._abandoned.add((effect.epoch, effect.step))
-        self._thread.submit(self._remove, effect)
+        """Give up a save. What it wrote is removed behind it, even if it looks committed: once, for
+        what is there later is of another save."""
+        given_up = effect.epoch, effect.step
+        if given_up not in self._abandoned:
+            self._abandoned.add(given_up)
+            self._thread.submit(self._store.remove, effect.step)
 
     def load(self, step: int, place: Place = keep) -> tuple[dict[str, Any], dict[str, object]]:
         """Read a checkpoint, verified.
@@ -182,7 +186,3 @@ class Saver:
         if wrong:
             raise CheckpointError(f"the copy of {wrong} is not what the device holds")
         self._store.save(effect.step, whole, {**metadata, "leaf_hashes": dict(copy.hashes)})
-
-    def _remove(self, effect: Abandon) -> None:
-        self._store.remove(effect.step)
-        self._abandoned.discard((effect.epoch, effect.step))

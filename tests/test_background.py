@@ -18,7 +18,7 @@ from elastix.classification import StuckError
 from elastix.data import stream
 from elastix.feed import StreamFeed
 from elastix.leaf_hash import hashes_of
-from elastix.machine import Save, Saved, SaveFailed
+from elastix.machine import Abandon, Save, Saved, SaveFailed
 from elastix.saver import Saver
 from elastix.snapshots import HostCopy
 
@@ -196,6 +196,23 @@ def test_a_save_that_hangs_has_failed_and_what_it_writes_later_is_removed(saver)
     event = answer_of(made)
     assert isinstance(event, Saved) and event.step == 20, "the late answer of step 10 is dropped"
     assert store.steps() == (20,)
+
+
+def test_a_save_that_was_abandoned_before_it_ran_out_of_time_is_removed_once(saver):
+    """A removal at its deadline would come behind what another save wrote for the same step."""
+    made, store, backend = saver
+    made.save(Save(1, 10, 0), copy(10), {})
+    assert store.began.wait(30.0)
+    backend.idle(Policy().save_deadline / 2)
+    made.abandon(Abandon(1, 10))
+    made.save(Save(2, 10, 1), copy(10), {})
+    backend.idle(Policy().save_deadline / 2)
+    late = made.answer()
+    assert isinstance(late, SaveFailed) and late.epoch == 1 and made.pending == 1
+    store.gate.set()
+    assert isinstance(answer_of(made), Saved)
+    assert made.load(10)[0]["w"].tolist() == [0.0, 1.0, 2.0, 3.0]
+    assert store.steps() == (10,)
 
 
 class FastClock(RealClock):

@@ -485,6 +485,12 @@ def test_each_row_of_the_table_has_an_example_that_holds(row):
     globals()[_row_name(row)]()
 
 
+def test_each_example_has_its_row():
+    states = {row[0].__name__.lower() for row in TABLE}
+    examples = {name for name in globals() if name.partition("_")[0] in states and "_" in name}
+    assert examples == {_row_name(row) for row in TABLE}
+
+
 def test_a_row_that_is_missing_is_our_defect():
     with pytest.raises(ProtocolError, match="no rule for Prepared in Training"):
         on(training(), Prepared, step=3)

@@ -7,7 +7,6 @@ from itertools import pairwise
 
 import pytest
 
-from elastix.driver import Driver
 from elastix.machine import (
     Abandon,
     Committed,
@@ -40,14 +39,11 @@ from elastix.machine import (
     Stable,
     Started,
     Starting,
-    StepStuck,
     Stopping,
     Tier,
     Training,
-    Tried,
     Waiting,
     WakeAt,
-    Woke,
     named_snapshots,
     names_train_state,
 )
@@ -59,8 +55,7 @@ from elastix.machine.ledger import (
     probes_needed,
     save,
 )
-from elastix.testing import Fault, Kind, Parts, Phase, Schedule, random_schedule, simulate
-from elastix.testing.ghost_saver import GhostSaver
+from elastix.testing import Schedule, simulate
 from tests.test_machine import (
     ALL,
     EPOCH,
@@ -601,62 +596,6 @@ def test_the_best_cannot_be_kept_of_a_run_that_is_not_evaluated():
     assert replace(POLICY, keep_best=2, eval_every=5)
 
 
-# --- the driver -----------------------------------------------------------------------------------
-
-
-class Watched(Driver):
-    """Keeps the events of its process, and the effects that it did."""
-
-    last: Watched
-
-    def run(self, state, first):
-        Watched.last, self.events, self.done = self, [], []
-        self._observers = (*self._observers, self._watch)
-        return super().run(state, first)
-
-    def _watch(self, before, event, after, effects):
-        self.events.append(event)
-        if not isinstance(after, Done | Failed):
-            self.done.append(effects)
-
-
-def watched(schedule: Schedule) -> Watched:
-    """The driver of a simulated run of one process."""
-    simulate(schedule, Parts(driver=Watched))
-    return Watched.last
-
-
-def test_the_saver_hears_of_every_save_that_is_abandoned():
-    heard, asked = [], []
-
-    class Listening(GhostSaver):
-        def abandon(self, effect):
-            heard.append(effect)
-            super().abandon(effect)
-
-    class Asking(Watched):
-        def run(self, state, first):
-            end = super().run(state, first)
-            asked.extend(e for effects in self.done for e in effects if isinstance(e, Abandon))
-            return end
-
-    for seed in range(120):
-        simulate(random_schedule(seed, 4), Parts(driver=Asking, saver=Listening))
-    assert heard == asked != []
-
-
-def test_the_driver_wakes_on_the_second_it_was_asked_to():
-    loss = Fault(Phase.SYNC, Kind.LOSS, slices=(1,), returns=3.0)
-    policy = Policy(min_slices=2, probe_every=0.2)
-    driver = watched(Schedule(2, 4, policy, faults=(loss,), durable=False))
-    late, asked = [], None
-    for event, effects in zip(driver.events, driver.done, strict=False):
-        if isinstance(event, Woke):
-            late.append(event.at - asked.at)
-        asked = next((e for e in effects if isinstance(e, WakeAt)), asked)
-    assert len(late) > 5 and late == pytest.approx([0.0] * len(late))
-
-
 @pytest.mark.parametrize(
     ("name", "seconds"),
     [("step", 200.0), ("prepare", 2000.0), ("probe", 100 / 3), ("save", 1000.0)],
@@ -674,25 +613,6 @@ def test_a_deadline_is_never_so_short_that_healthy_slices_miss_it():
     shares = Policy(deadline=0.0)
     found = [shares.step_deadline, shares.prepare_deadline, shares.probe_deadline]
     assert [*found, shares.save_deadline] == [5.0, 60.0, 1.0, 30.0]
-
-
-@pytest.mark.parametrize(("visit", "deadline"), [(12, "step_deadline"), (1, "prepare_deadline")])
-def test_only_the_first_step_on_a_mesh_may_take_long(visit, deadline):
-    policy = Policy(deadline=600.0)
-    hang = Fault(Phase.SYNC, Kind.HANG, visit=visit, slices=(1,), returns=1000.0)
-    events = watched(Schedule(3, 12, policy, faults=(hang,), durable=False)).events
-    number = next(n for n, event in enumerate(events) if isinstance(event, StepStuck))
-    assert events[number].during.startswith("step")
-    waited = events[number].at - events[number - 1].at
-    assert waited == pytest.approx(getattr(policy, deadline))
-    assert [e.stuck for e in events if isinstance(e, Tried)] == [slices(1)]
-    assert isinstance(events[-1], Snapshotted), "it goes on without the culprit, to the end"
-
-
-def test_what_was_consumed_up_to_steps_that_are_over_is_forgotten():
-    driver = watched(Schedule(2, 30))
-    assert driver.progress(30).examples > 0
-    assert driver.progress(3) is None
 
 
 def test_a_committed_step_forgives_the_data_their_failure():

@@ -80,6 +80,16 @@ def test_a_save_that_ran_out_of_time_is_not_owed_for_what_befell_its_slice_meanw
     assert isinstance(last, Done) and last.outcome == "done"
 
 
+def test_what_an_abandoned_save_left_is_removed_before_another_save_of_the_step():
+    """It hangs, is abandoned and runs out of time: by then another slice saved the step."""
+    lost = Fault(Phase.SYNC, Kind.LOSS, visit=3, slices=(0,))
+    hangs = Fault(Phase.REGROW, Kind.HANG, slices=(1,), returns=300.0)
+    slow = Fault(Phase.SAVE, Kind.STALL, returns=50.0)
+    policy = Policy(deadline=2.0, checkpoint_every=1, stable_probes=1)
+    result = simulate(Schedule(2, 3, policy, faults=(lost, hangs, slow)))
+    assert result.violation is None and result.ends[-1].outcome == "done"
+
+
 @pytest.mark.parametrize("seed", range(25))
 def test_the_same_seed_gives_the_same_event_log(seed):
     schedule = random_schedule(seed, 4)

@@ -59,7 +59,7 @@ def forgive(ledger: Ledger) -> Ledger:
 def probes_needed(ledger: Ledger, slice_id: int, policy: Policy) -> int:
     """Good probes in a row before a slice is taken back: doubled with each loss but the first,
     up to 64 times."""
-    losses = next((f.losses for f in ledger.flaps if f.slice_id == slice_id), 0)
+    losses = sum(f.losses for f in ledger.flaps if f.slice_id == slice_id)
     return policy.stable_probes * 2 ** min(max(losses - 1, 0), 6)
 
 
@@ -195,8 +195,7 @@ def health(ledger: Ledger, event: Probed) -> tuple[Ledger, Effects]:
     """What a probe says of who is up. A slice that was emptied answers, and holds nothing."""
     ledger, effects = forget(ledger, event.emptied | event.down)
     leaving = tuple(n for n in ledger.leaving if n.until > event.at)
-    overdue = ledger.noticed - {n.slice_id for n in leaving}  # the notice was wrong
-    up = ledger.up | overdue | event.up | event.emptied
+    up = ledger.up | ledger.noticed | event.up | event.emptied  # an overdue notice was wrong
     ledger = replace(ledger, leaving=leaving)
     return replace(ledger, up=up - ledger.noticed - ledger.corrupt), effects
 

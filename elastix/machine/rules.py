@@ -260,9 +260,7 @@ def too_late(state: Finishing, event: Event, policy: Policy) -> Step:
 
 def stuck(state: Training | Restoring | Finishing, event: StepStuck, policy: Policy) -> Step:
     """Something did not finish in its time, and nobody reported a loss: ask everyone."""
-    ledger = state.ledger
-    if not isinstance(state, Restoring):
-        ledger = keep_live(state, frozenset(), ledger, policy)
+    ledger = keep_live(state, frozenset(), state.ledger, policy)
     ledger = replace(ledger, stuck=ledger.stuck + 1, epoch=ledger.epoch + 1, stable=())
     return Diagnosing(ledger, state.mesh, event.during), (Probe(ledger.epoch, state.mesh),)
 
