@@ -377,7 +377,7 @@ def test_a_killed_run_ends_with_the_same_bits_when_it_is_run_again(tmp_path, und
 # --- a disk that takes nothing more ---------------------------------------------------------------
 
 TROUBLE = """
-import os, resource, shutil
+import os, resource, shutil, time
 from dataclasses import replace
 from pathlib import Path
 from tests.recipes import tiny
@@ -405,6 +405,7 @@ END = {
 }
 
 def trouble(row):
+    time.sleep(0.02)  # a save takes less than ten steps, as it does where steps are of use
     if row["step"] == 12 and os.environ["TROUBLE"]:
         while [path.name for path in STORE.iterdir()] != ["10"]:  # the first one is durable
             os.sched_yield()

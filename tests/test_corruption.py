@@ -174,7 +174,9 @@ def damage(folder: Path, rng: random.Random) -> None:
             path.unlink()
 
 
-@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize(
+    "seed", [*range(4), *(pytest.param(n, marks=pytest.mark.soak) for n in range(4, 10))]
+)
 def test_a_run_resumes_from_the_newest_good_one_with_the_same_bits(
     seed, half, undisturbed, tmp_path
 ):

@@ -183,7 +183,8 @@ def connect() -> list[Any]:
         raise ValueError(
             f"Pathways needs pathwaysutils ({error}): pip install 'elastix-jax[pathways]'"
         ) from error
-    target, seconds = proxy_address(os.environ, jax.config.jax_platforms), proxy_timeout(os.environ)
+    config: Any = jax.config  # whose type does not tell all that it has
+    target, seconds = proxy_address(os.environ, config.jax_platforms), proxy_timeout(os.environ)
     give_up = time.monotonic() + seconds
     await_port(target, give_up)
     pathwaysutils.initialize()

@@ -496,7 +496,10 @@ def drawn(slices, devices, replicas):
     return [row["metrics"]["drawn"] for row in rows]
 
 
-@pytest.mark.parametrize(("slices", "devices", "replicas"), [(1, 1, 12), (3, 2, 24), (2, 4, 6)])
+@pytest.mark.parametrize(
+    ("slices", "devices", "replicas"),
+    [(3, 2, 24), *(pytest.param(*n, marks=pytest.mark.soak) for n in ((1, 1, 12), (2, 4, 6)))],
+)
 def test_random_draws_depend_on_no_number_of_shards(slices, devices, replicas):
     """Whole numbers, whose sum is exact in any order, and so with any number of replicas."""
 

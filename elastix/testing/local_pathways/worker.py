@@ -145,7 +145,7 @@ def _to_host(value: np.ndarray, strides: tuple[int, ...] | None) -> tuple[Any, l
         order = sorted(range(value.ndim), key=lambda dim: -strides[dim])
         value = value.transpose(order)
     flat = np.ascontiguousarray(value).reshape(-1).view(np.uint8)
-    return (value.dtype.name, value.shape), [pack(memoryview(flat))]
+    return (value.dtype.name, value.shape), [pack(flat.data)]
 
 
 def main(argv: list[str]) -> None:
