@@ -21,7 +21,7 @@ demo: $(CORE) ## train on four simulated slices, lose two, take them back
 	echo "\$$ $$*"; "$$@"
 
 test: $(DEV) ## run the tests
-	@$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
+	@$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile
 
 soak: $(DEV) ## run the long tests: minutes of seeded faults
 	@$(BIN)/python -m pytest -m soak

@@ -24,17 +24,3 @@ jaxtyping.install_import_hook(
     ["elastix.step", "elastix.reduction", "elastix.progress", "elastix.program"],
     "beartype.beartype",
 )
-
-# The files that take longest come first, or the last of them would run alone on one worker.
-LONGEST_FIRST = (
-    *("test_lessons_on_arrays", "test_histories", "test_on_pathways", "test_cli"),
-    *("test_simulation", "test_runs", "test_qwen3", "test_on_arrays", "test_crash_points"),
-    *("test_packed_run", "test_verify", "test_corrupt", "test_in_a_bucket", "test_step"),
-    *("test_local_pathways", "test_corruption", "test_readme", "test_mutants"),
-    *("test_checkpoints", "test_properties"),
-)
-
-
-def pytest_collection_modifyitems(items):
-    ranks = {name: rank for rank, name in enumerate(LONGEST_FIRST)}
-    items.sort(key=lambda item: ranks.get(item.path.stem, len(ranks)))
