@@ -90,6 +90,19 @@ def test_what_an_abandoned_save_left_is_removed_before_another_save_of_the_step(
     assert result.violation is None and result.ends[-1].outcome == "done"
 
 
+def test_a_run_may_jump_ahead_to_a_checkpoint_that_was_written_meanwhile():
+    """An older one was restored while it was being written: nothing is lost by the jump."""
+    faults = (
+        Fault(Phase.COMPILE, Kind.NOTICE, visit=9, slices=(2,)),
+        Fault(Phase.PROBE, Kind.LOSS, slices=(0,)),
+        Fault(Phase.LAST_STEP, Kind.LOSS, slices=(1,)),
+        Fault(Phase.DATA, Kind.HANG, visit=4, slices=(0,)),
+    )
+    policy = Policy(checkpoint_every=1, stable_probes=1)
+    schedule = Schedule(3, 12, policy, faults=faults, save_seconds=6.0, on_disk=(8,))
+    assert simulate(schedule).violation is None
+
+
 @pytest.mark.parametrize("seed", range(25))
 def test_the_same_seed_gives_the_same_event_log(seed):
     schedule = random_schedule(seed, 4)

@@ -104,7 +104,9 @@ class Promises:
     def _moves(self, before: Training | Finishing, step: int, after: Restoring) -> None:
         source = after.source
         ahead = before.dispatched - step if isinstance(before, Training) else 0
-        whole = source.tier is Tier.LIVE and source.step == step and not ahead
+        as_it_is = source.tier is Tier.LIVE and source.step == step
+        # What was behind a checkpoint, after a restore of an older source, may jump ahead to it.
+        whole = (as_it_is or source.step > step) and not ahead
         if not whole or not (after.mesh > before.mesh or before.mesh & after.ledger.noticed):
             violated("a move loses no step", f"{source} at step {step}, {ahead} in flight")
 
@@ -115,7 +117,7 @@ class Promises:
         committed, mesh, tick = self._knowledge.left
         self._knowledge.left = None
         live = self._policy.lookback == "live" or self._knowledge.moving
-        if live and step != committed and any(self._knowledge.survives(s, tick) for s in mesh):
+        if live and step < committed and any(self._knowledge.survives(s, tick) for s in mesh):
             violated("live redoes nothing", f"{committed} steps were done, now {step}")
         if self._knowledge.published is None:
             return
