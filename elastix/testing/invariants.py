@@ -126,7 +126,8 @@ class Invariants(Rules):
         if isinstance(after, Restoring) and before.ledger.epoch != after.ledger.epoch:
             self._restoring(after)
         if before.ledger.sources != after.ledger.sources:
-            self._sources(before, after, blamed(before, event, after))
+            newer = event.step if isinstance(event, Saved) else 0
+            self._sources(before, after, blamed(before, event, after), newer)
 
     def _committed(self, before: Live, step: int) -> None:
         assert isinstance(before, Training) and self.driver
@@ -175,11 +176,15 @@ class Invariants(Rules):
         if after.source.step < best:
             violated("the newest good source", f"{after.source}, not step {best}")
 
-    def _sources(self, before: Live, after: Live, gone: Slices) -> None:
-        """The newest good snapshot is not dropped before a newer exists."""
+    def _sources(self, before: Live, after: Live, gone: Slices, newer: int) -> None:
+        """The newest good snapshot is not dropped before a newer exists. An older checkpoint goes
+        for one that was saved, after it was read back: that it rots later, nobody can know."""
         kept = max((s.step for s in after.ledger.sources if self.good(s)), default=-1)
         for source in before.ledger.sources:
-            if source.tier is not Tier.LIVE and source.step > kept and self.good(source, gone):
+            retired = source.tier is Tier.DISK and source.step < newer
+            if source.tier is Tier.LIVE or source.step <= kept or retired:
+                continue
+            if self.good(source, gone):
                 violated("the newest snapshot is kept", f"{source} was dropped")
 
     def good(self, source: Source, gone: Slices = NOBODY) -> bool:

@@ -77,7 +77,8 @@ class Knowledge:
         self.lost: set[int] = set()
         """Slices the machine knows to hold nothing: blamed, and in no prepared mesh since."""
         self.published: tuple[int, Slices, int] | None = None
-        """The step, holders and tick of the newest host snapshot."""
+        """The step and holders of the newest host snapshot, and the tick at which its step was
+        committed: who died since may have died after the copy, and before it was told of."""
         self.left: tuple[int, Slices, int] | None = None
         """The committed step, mesh and tick of the training that was last left."""
         self.moving = False
@@ -99,7 +100,7 @@ class Knowledge:
                 self._committed_at = self._world.ticks
                 self.harm_at_commit = self._world.harm - self._world.unnoticed()
             case Snapshotted():
-                self.published = event.step, event.holders, self._world.ticks
+                self.published = event.step, event.holders, self._committed_at
         if isinstance(after, Training | Finishing | Starting | Done | Failed):
             return
         if isinstance(before, Training | Finishing):

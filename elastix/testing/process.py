@@ -142,7 +142,8 @@ class Process:
         """Whether every copy of the final state was lost after the run had ended."""
         silent = self._struck(Kind.SILENT, Kind.UNAVAILABLE)  # nobody answers when it is read
         held = not silent and any(self.world.alive(s) for s in name.holders)
-        return not held and (self._saver is None or self._is_rotten(name.step))
+        stalled = self._struck(Kind.STALL)  # the disk does not give it in time
+        return not held and (self._saver is None or bool(stalled) or self._is_rotten(name.step))
 
     def _is_rotten(self, step: int) -> bool:
         """Whether the checkpoint went bad after it was written; one that was read is set aside."""
