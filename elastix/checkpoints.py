@@ -84,12 +84,20 @@ class CheckpointStore(CheckpointReader):
     def save(
         self, step: int, leaves: Mapping[str, np.ndarray], metadata: Mapping[str, object]
     ) -> int:
+        """`write`, and then `retire`: for a save that nobody gives up once it is written."""
+        size = self.write(step, leaves, metadata)
+        self.retire(step)
+        return size
+
+    def write(
+        self, step: int, leaves: Mapping[str, np.ndarray], metadata: Mapping[str, object]
+    ) -> int:
         """Commit `leaves` and `metadata` as `step`, and return the bytes written once durable.
 
         Returns 0 if the same content is there already; other content of the same step is set
-        aside first, and put back if the save fails. What was written is read back before anything
-        older goes. Needs host memory for one more copy of the leaves. `metadata` is JSON (no NaN);
-        tuples come back as lists. Raises CheckpointError, after removing what it had written.
+        aside first, and put back if the save fails. What was written is read back. Needs host
+        memory for one more copy of the leaves. `metadata` is JSON (no NaN); tuples come back as
+        lists. Raises CheckpointError, after removing what it had written.
         """
         if why := self._hindrance():
             raise CheckpointError(f"step {step} was not saved: {why}")
@@ -107,8 +115,17 @@ class CheckpointStore(CheckpointReader):
             except Exception:
                 self._undo(step, moved)
                 raise
-        self._retire(step)
         return self.size(step)
+
+    def retire(self, step: int) -> None:
+        """Let the oldest go, now that `step` is known to count: nothing newer goes."""
+        with contextlib.suppress(CheckpointError):  # tried again after the next save
+            steps = self.steps()
+            # Apart from each other: the best never take the place of the newest, to resume from.
+            kept = {*steps[-self.keep :], *self._best(steps)}
+            for old in steps:
+                if old < step and old not in kept:
+                    self.remove(old)
 
     def newest(self) -> tuple[Checkpoint | None, tuple[SetAside, ...]]:
         """The newest checkpoint that passes `load`, and the bad newer ones, now set aside.
@@ -173,15 +190,6 @@ class CheckpointStore(CheckpointReader):
             self.remove(step)
             if moved is not None:
                 self._folder.put_back(step, moved)
-
-    def _retire(self, step: int) -> None:
-        with contextlib.suppress(CheckpointError):  # tried again after the next save
-            steps = self.steps()
-            # Apart from each other: the best never take the place of the newest, to resume from.
-            kept = {*steps[-self.keep :], *self._best(steps)}
-            for old in steps:
-                if old < step and old not in kept:
-                    self.remove(old)
 
     def _best(self, steps: tuple[int, ...]) -> list[int]:
         known = [(loss, -step) for step in steps if (loss := self._loss_of(step)) is not None]

@@ -100,9 +100,11 @@ class Saver:
         that is removed.
         """
         event = self._take(timeout) or self._overdue()
-        if event and self._due.pop((event.epoch, event.step), None) is not None:
-            return event
-        return None
+        if event is None or self._due.pop((event.epoch, event.step), None) is None:
+            return None
+        if isinstance(event, Saved):  # only now: until it was heard, it could be given up
+            self._thread.submit(self._store.retire, event.step)
+        return event
 
     def _take(self, timeout: float) -> SaveAnswer | None:
         try:
@@ -185,4 +187,4 @@ class Saver:
         wrong = difference(whole, copy.hashes)
         if wrong:
             raise CheckpointError(f"the copy of {wrong} is not what the device holds")
-        self._store.save(effect.step, whole, {**metadata, "leaf_hashes": dict(copy.hashes)})
+        self._store.write(effect.step, whole, {**metadata, "leaf_hashes": dict(copy.hashes)})

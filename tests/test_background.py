@@ -151,14 +151,14 @@ def test_what_a_source_raises_comes_out_at_the_batch_it_was_read_for(backend):
 class SlowStore(CheckpointStore):
     """Begins to write when `gate` opens."""
 
-    def __init__(self, root):
-        super().__init__(root, keep=3)
+    def __init__(self, root, keep=3):
+        super().__init__(root, keep=keep)
         self.gate, self.began = threading.Event(), threading.Event()
 
-    def save(self, step, leaves, metadata):
+    def write(self, step, leaves, metadata):
         self.began.set()
         self.gate.wait()
-        return super().save(step, leaves, metadata)
+        return super().write(step, leaves, metadata)
 
 
 def copy(step):
@@ -212,6 +212,24 @@ def test_a_save_that_was_abandoned_before_it_ran_out_of_time_is_removed_once(sav
     store.gate.set()
     assert isinstance(answer_of(made), Saved)
     assert made.load(10)[0]["w"].tolist() == [0.0, 1.0, 2.0, 3.0]
+    assert store.steps() == (10,)
+
+
+def test_nothing_older_goes_for_a_save_that_is_abandoned_while_it_is_written(tmp_path):
+    """Its slice died: what it wrote is removed, and the one before is all there is."""
+    store = SlowStore(tmp_path / "checkpoints", keep=1)
+    store.gate.set()
+    saver = Saver(store, SimulatedBackend(2, 1, clock=VirtualClock()), {"w": (4,)}, {}, Policy())
+    saver.save(Save(1, 10, 0), copy(10), {})
+    assert isinstance(answer_of(saver), Saved)
+    store.gate.clear()
+    store.began.clear()
+    saver.save(Save(1, 20, 0), copy(20), {})
+    assert store.began.wait(30.0)
+    saver.abandon(Abandon(1, 20))
+    store.gate.set()
+    answer_of(saver)
+    saver.close()
     assert store.steps() == (10,)
 
 

@@ -110,19 +110,21 @@ class GhostStore:
         self._world, self._thread = world, thread
         self._written: tuple[int, Any] | None = None
 
-    def save(self, step: int, leaves: dict[str, np.ndarray], metadata: dict[str, object]) -> None:
+    def write(self, step: int, leaves: dict[str, np.ndarray], metadata: dict[str, object]) -> None:
         self._spend(self._world.schedule.save_seconds + self._world.stalls(Phase.SAVE))
         last = self._world.step_phases(step, first=False)
         self._world.point(*last, raises=ERRORS | {Kind.DISK_FULL})
         self._written = step, (from_leaves(leaves), metadata)
 
     def commit(self) -> None:
-        """What was written is complete from now on, and the oldest are let go."""
+        """What was written is complete from now on."""
         if self._written is None:
             return
         (step, written), self._written = self._written, None
         self._world.disk[step] = written
         self._world.rotten.discard(step)
+
+    def retire(self, step: int) -> None:
         keep = self._world.schedule.policy.keep_checkpoints
         for old in sorted(self._world.disk)[:-keep]:
             if old < step:
