@@ -21,6 +21,7 @@ from orbax.checkpoint import v1 as ocp
 from elastix.checkpoint_format import CHUNK
 
 TMP = ".orbax-checkpoint-tmp"
+PROBE = ".elastix-probe"
 STEP = re.compile(r"0|[1-9][0-9]*")
 SET_ASIDE = re.compile(rf"set-aside-({STEP.pattern})-({STEP.pattern})")
 _TEMPORARY = re.compile(rf"({STEP.pattern}){re.escape(TMP)}(-.*)?")
@@ -137,6 +138,7 @@ class LocalFolder:
         return Stamp(stat.st_mtime, stat.st_ino)
 
     def document(self, step: int) -> Any:
+        _refuse_unreadable(self._path(step))
         return ocp.metadata(self._path(step)).custom_metadata
 
     def array(self, step: int) -> dict[str, Any]:
@@ -158,7 +160,7 @@ class LocalFolder:
     def prepare(self) -> None:
         self.root.mkdir(parents=True, exist_ok=True)
         self._remove_temporaries()
-        probe = self.root / ".elastix-probe"
+        probe = self.root / PROBE
         probe.write_bytes(b"probe")
         probe.unlink()
 
@@ -171,7 +173,7 @@ class LocalFolder:
             ocp.save(path, {"leaves": packed}, custom_metadata=document)
         # Orbax syncs its arrays, but not its metadata files nor the rename.
         for written in (*path.rglob("*"), path, self.root):
-            _sync(written)
+            sync(written)
 
     def remove(self, step: int) -> None:
         self._remove_temporaries(step)
@@ -179,14 +181,14 @@ class LocalFolder:
             # Renamed first: killed half way, no half-deleted step is left with a good name.
             trash = self.root / f"{step}{TMP}-removed"
             os.rename(self._path(step), trash)
-            _sync(self.root)
+            sync(self.root)
             shutil.rmtree(trash)
 
     def set_aside(self, step: int, why: str) -> int:
         paths = ((k, self.aside_path(step, k)) for k in itertools.count())
         k, target = next((k, p) for k, p in paths if not p.exists() and not _note(p).exists())
         os.rename(self._path(step), target)
-        _sync(self.root)
+        sync(self.root)
         with contextlib.suppress(OSError):  # a full disk must not stop a recovery
             _note(target).write_text(why + "\n", encoding="utf-8")
         return k
@@ -222,11 +224,23 @@ def orbax_context(file_size: int | None = None) -> ocp.Context:
     return context
 
 
+def _refuse_unreadable(path: Path) -> None:
+    """To Orbax a file that this process may not open is not there, and a good checkpoint is none.
+
+    Raises OSError for one that it may not; those that are missing, Orbax tells.
+    """
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+        os.listdir(path / "state")
+        os.stat(path / "state" / "manifest.ocdbt")
+        os.close(os.open(path / "_CHECKPOINT_METADATA", os.O_RDONLY))
+
+
 def _note(path: Path) -> Path:
     return path.with_name(path.name + ".txt")
 
 
-def _sync(path: Path) -> None:
+def sync(path: Path) -> None:
+    """What a file holds, or which entries a folder has, no power cut can take any more."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -65,7 +65,7 @@ class RowFile:
 
     A full disk does not stop who writes: what cannot be written is kept, and written with a later
     row, or at the end, if there is room again. That is told once on standard error; `problem` says
-    at any time whether rows are missing.
+    at any time whether rows are missing, and sees to it that a power cut takes none.
     """
 
     def __init__(self, path: Path):
@@ -96,9 +96,18 @@ class RowFile:
 
     def problem(self) -> str | None:
         """Why rows are missing on disk, in one line; None if none is."""
-        if self._why is None:
-            return None
-        return f"{self._path.name} lacks rows: {_reason(self._why)}"
+        why = self._why or self._sync()
+        return f"{self._path.name} lacks rows: {_reason(why)}" if why else None
+
+    def _sync(self) -> OSError | None:
+        """No power cut can take what was written; else why that is not so."""
+        try:
+            if not self._file.closed:
+                os.fsync(self._file.fileno())
+                _sync_entries(self._path.parent)
+        except OSError as error:
+            return error
+        return None
 
     def retract(self, after: int) -> None:
         """Take back the rows of steps after `after`, which turned out to be wrong; those that were
@@ -141,6 +150,14 @@ def append(file: IO[Any], row: Any) -> None:
         raise
 
 
+def _sync_entries(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
 def _tell(line: str) -> None:
     with contextlib.suppress(OSError):
         print(f"elastix: {line}", file=sys.stderr, flush=True)
@@ -154,6 +171,10 @@ def _row(
     path: Path | Openable, number: int, line: bytes, remedy: str = "move the file away"
 ) -> Any:
     try:
-        return json.loads(line)
+        row = json.loads(line)
+        if isinstance(row, dict):
+            return row
+        why: Exception = TypeError(f"{type(row).__name__}, no object")
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path}, line {number} is damaged: {remedy}") from error
+        why = error
+    raise ValueError(f"{path}, line {number} is damaged: {remedy}") from why

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
-import os
 import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping
@@ -19,10 +19,13 @@ from elastix.object_store.home import BucketHome
 from elastix.object_store.rows import BucketFile
 from elastix.recipe import Recipe
 from elastix.run_directory import recipe_file, write_json
+from elastix.run_home import LocalHome
 from elastix.train_state import StateSpec
 
 _FORKING = "forking"
-"""The object that says that not all of a fork may be in a bucket yet."""
+"""The file or object that says that not all of a fork may be there yet, and of which."""
+_MADE = ("checkpoints", "metrics.jsonl", "evaluations.jsonl", "lineage.json", "lineage.tmp")
+"""What a fork on disk makes, besides `recipe.json`, which comes last: with it, all is there."""
 
 
 @dataclass(frozen=True)
@@ -66,6 +69,7 @@ class _Start:
     origin: Origin
     leaves: Any
     metadata: dict[str, Any]
+    rows: dict[str, list[dict[str, Any]]]
     recipe_file: dict[str, Any]
 
     def save_checkpoint(self, where: Path | BucketFolder) -> None:
@@ -74,10 +78,12 @@ class _Start:
 
     def write_files(self, folder: Path) -> None:
         """All but the checkpoint."""
-        for name in ("metrics.jsonl", "evaluations.jsonl"):
-            _copy_rows(self.origin, name, folder / name)
-        write_json(folder / "recipe.json", self.recipe_file)
+        for name, rows in self.rows.items():
+            with (folder / name).open("wb", buffering=0) as file:
+                for row in rows:
+                    append(file, row)
         write_json(folder / "lineage.json", _told(self.origin))
+        write_json(folder / "recipe.json", self.recipe_file)
 
 
 def fork(
@@ -105,33 +111,76 @@ def fork(
         leaves, metadata = _load(origin)
         refuse_other_leaves(f"--fork {origin}", spec, metadata["checkpoint"]["leaves"])
         made = recipe_file(recipe, dict(data), dict(numerics), exact_from)
-        return _Start(origin, leaves, metadata, made)
+        return _Start(origin, leaves, metadata, _rows_up_to(origin), made)
 
     url = bucket_url(where)
     try:
         if url is None:
-            _fork_on_disk(origin, Path(where), start)
+            _fork_on_disk(origin, LocalHome(Path(where)), start)
         else:
             _fork_in_bucket(origin, url, start)
     except BucketError as error:
         raise ValueError(f"--fork {origin}: {error}") from error
+    except OSError as error:
+        raise ValueError(
+            f"--fork {origin}: run directory {where} cannot be made ({error.strerror}): choose a "
+            "new directory where there is room"
+        ) from error
 
 
-def _fork_on_disk(origin: Origin, path: Path, start: Callable[[], _Start]) -> None:
-    if (path / "lineage.json").exists():
-        _refuse_another(str(path), (path / "lineage.json").read_bytes(), origin)
+def _fork_on_disk(origin: Origin, home: LocalHome, start: Callable[[], _Start]) -> None:
+    """In its place from the beginning, under its lock: two processes never make it at once."""
+    if _is_made(origin, home):
         return
-    if path.exists() and any(path.iterdir()):
-        _refuse_full(str(path), sorted(path.iterdir())[0].name, origin)
-    begun = start()
-    made = path.with_name(f"{path.name}.forking")
-    shutil.rmtree(made, ignore_errors=True)
-    made.mkdir(parents=True)
-    begun.save_checkpoint(made / "checkpoints")
-    begun.write_files(made)
-    if path.exists():
-        path.rmdir()
-    os.rename(made, path)
+    begun, is_new = start(), not home.path.exists()
+    try:
+        home.claim()
+        if not _is_made(origin, home):  # another process may have, meanwhile
+            _make(begun, home, is_new)
+    finally:
+        home.give_up()
+
+
+def _is_made(origin: Origin, home: LocalHome) -> bool:
+    """Whether the fork is there; not if it is one that was killed. Refuses all else."""
+    path, whole = home.path, (home.path / "recipe.json").exists()
+    if not whole and _read(path / _FORKING) == json.dumps(_told(origin)).encode():
+        return False
+    if whole and (lineage := _read(path / "lineage.json")) is not None:
+        _refuse_another(str(path), lineage, origin)
+        return True
+    if foreign := home.foreign():
+        _refuse_full(str(path), foreign, origin)
+    return False
+
+
+def _make(begun: _Start, home: LocalHome, is_new: bool) -> None:
+    path = home.path
+    try:
+        home.sign()
+        _remove(path, *_MADE)
+        (path / _FORKING).write_text(json.dumps(_told(begun.origin)))
+        begun.save_checkpoint(path / "checkpoints")
+        begun.write_files(path)
+    except BaseException:
+        _remove(path, *_MADE, _FORKING, *(("lock",) if is_new else ()))
+        if is_new:
+            with contextlib.suppress(OSError):  # somebody else put something there
+                path.rmdir()
+        raise
+    _remove(path, _FORKING)
+
+
+def _remove(folder: Path, *names: str) -> None:
+    for path in (folder / name for name in names):
+        if path.is_dir():
+            shutil.rmtree(path)
+        else:
+            path.unlink(missing_ok=True)
+
+
+def _read(path: Path) -> bytes | None:
+    return path.read_bytes() if path.exists() else None
 
 
 def _fork_in_bucket(origin: Origin, url: str, start: Callable[[], _Start]) -> None:
@@ -194,15 +243,32 @@ def _load(origin: Origin) -> tuple[Any, Any]:
         raise ValueError(f"--fork {origin}: {error}") from error
 
 
-def _copy_rows(origin: Origin, name: str, to: Path) -> None:
+def _rows_up_to(origin: Origin) -> dict[str, list[dict[str, Any]]]:
+    """The rows of the other run up to its checkpoint, by the name of their file."""
+    metrics = list(_read_rows(origin, "metrics.jsonl"))
+    if [row["step"] for row in metrics] != list(range(1, origin.step + 1)):
+        raise ValueError(
+            f"--fork {origin}: {origin.run_dir}/metrics.jsonl lacks rows of steps 1 to "
+            f"{origin.step}: put the file back, or fork from another run"
+        )
+    evaluations = list(_read_rows(origin, "evaluations.jsonl"))
+    return {"metrics.jsonl": metrics} | ({"evaluations.jsonl": evaluations} if evaluations else {})
+
+
+def _read_rows(origin: Origin, name: str) -> Iterator[dict[str, Any]]:
     bucket = origin.bucket
     source = BucketFile(bucket, name) if bucket else Path(origin.run_dir, name)
-    if not source.exists():
-        return
-    with to.open("w", encoding="utf-8") as file:
-        for row in RowReader(source):
-            if row["step"] <= origin.step:
-                append(file, row)
+    try:
+        for row in RowReader(source) if source.exists() else ():
+            if not isinstance(row.get("step"), int):
+                raise ValueError(f"{origin.run_dir}/{name} has a line that is no row of a step")
+            if row["step"] > origin.step:
+                return
+            yield row
+    except BucketError:
+        raise
+    except (OSError, ValueError) as error:
+        raise ValueError(f"--fork {origin}: {error}: fork from another run") from error
 
 
 def _told(origin: Origin) -> dict[str, Any]:
@@ -211,11 +277,15 @@ def _told(origin: Origin) -> dict[str, Any]:
 
 
 def _refuse_another(where: str, lineage: bytes, origin: Origin) -> None:
-    told = json.loads(lineage)
+    try:
+        told = json.loads(lineage)
+        other = f"{told['forked_from']}@{told['step']}"
+    except (ValueError, KeyError, TypeError, RecursionError):
+        told, other = None, "nobody knows where: its lineage.json is damaged"
     if told != _told(origin):
         raise ValueError(
-            f"--fork {origin}: run directory {where} was forked from "
-            f"{told['forked_from']}@{told['step']}: choose another --run-dir"
+            f"--fork {origin}: run directory {where} was forked from {other}: choose another "
+            "--run-dir"
         )
 
 

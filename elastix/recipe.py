@@ -7,6 +7,7 @@ import functools
 import hashlib
 import json
 import math
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -19,6 +20,9 @@ from elastix.data import Stream
 from elastix.machine import Policy
 from elastix.mesh import MeshSpec
 from elastix.step import Loss, Reduction, Work
+
+_MOST_SETS = 1000
+"""Of slices, to compile for: each takes seconds, and space in the log."""
 
 
 class ModelConfig(Protocol):
@@ -205,7 +209,8 @@ class Recipe:
         """Refuse a number of slices that the recipe cannot use.
 
         Raises:
-            ValueError: fewer slices than the policy's least, or more than logical replicas.
+            ValueError: fewer slices than the policy's least, more than logical replicas, or too
+                many sets of them to compile for all.
         """
         most = min(num_slices, self.policy.max_slices or num_slices)
         if num_slices < self.policy.min_slices:
@@ -217,6 +222,12 @@ class Recipe:
             raise ValueError(
                 f"num_replicas={self.num_replicas} cannot keep {most} slices busy: use at least "
                 f"{most}, or set policy.max_slices={self.num_replicas}"
+            )
+        sets = sum(math.comb(num_slices, n) for n in range(self.policy.min_slices, most + 1))
+        if self.policy.warm == "all" and sets > _MOST_SETS:
+            raise ValueError(
+                f"policy.warm='all' would compile for {sets} sets of {num_slices} slices, and "
+                f"{_MOST_SETS} are the most: use next, or raise policy.min_slices"
             )
 
     def build_eval_data(self) -> tuple[Stream, int]:
@@ -244,7 +255,11 @@ class Recipe:
 
 def describe(value: Any) -> Any:
     """A configuration as JSON values: dataclasses by type and fields, but for those fields whose
-    metadata say that they are no part of the identity: {"identity": False}."""
+    metadata say that they are no part of the identity: {"identity": False}.
+
+    Raises:
+        ValueError: a value is known by its place in memory alone.
+    """
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         decisive = (f for f in dataclasses.fields(value) if f.metadata.get("identity", True))
         fields = {f.name: describe(getattr(value, f.name)) for f in decisive}
@@ -253,6 +268,8 @@ def describe(value: Any) -> Any:
         return {str(k): describe(v) for k, v in value.items()}
     if isinstance(value, list | tuple):
         return [describe(v) for v in value]
+    if isinstance(value, set | frozenset):  # whose order another process has not
+        return sorted((describe(v) for v in value), key=json.dumps)
     if isinstance(value, bool | int | float | str) or value is None:
         return value
     if isinstance(value, functools.partial):
@@ -260,4 +277,9 @@ def describe(value: Any) -> Any:
         return {"partial": describe(value.func), **given}
     if callable(value) and hasattr(value, "__qualname__"):
         return f"{value.__module__}.{value.__qualname__}"
+    if re.search(r" at 0x[0-9a-fA-F]+", str(value)):
+        raise ValueError(
+            f"the recipe holds {value!r}, which no later run could tell from another: make "
+            f"{type(value).__name__} a frozen dataclass of plain values"
+        )
     return str(value)

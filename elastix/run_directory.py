@@ -9,7 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from elastix.checkpoints import CheckpointStore
+from elastix.checkpoint_folder import sync
+from elastix.checkpoints import CheckpointError, CheckpointStore, UnreadableHereError
 from elastix.evaluation import read_evaluations
 from elastix.metrics import read_losses
 from elastix.recipe import Recipe, describe
@@ -60,6 +61,7 @@ class RunDirectory:
                 _refuse(home, stored, recipe, data)  # another process may have made it meanwhile
                 store = CheckpointStore(home.checkpoints(), keep=recipe.policy.keep_checkpoints)
                 _refuse_fewer_steps(home, store, recipe)
+                _refuse_unwritable(home.path)
                 rows = len(read_losses(home.path / "metrics.jsonl"))
                 read_evaluations(home.path / "evaluations.jsonl")  # refuses what is none
                 _refuse_lost_rows(home, store, rows)
@@ -86,11 +88,14 @@ class RunDirectory:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Write the whole file or nothing: through a temporary file in the same directory."""
+    """Write the whole file or nothing: through a temporary file in the same directory, so that
+    no power cut leaves an empty one with a good name."""
     temporary = path.with_suffix(".tmp")
     try:
         temporary.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+        sync(temporary)
         os.replace(temporary, path)
+        sync(path.parent)
     except OSError:
         temporary.unlink(missing_ok=True)  # half a file would keep a full disk full
         raise
@@ -129,7 +134,7 @@ def _read_recipe(path: Path) -> dict[str, Any] | None:
         if stored["format_version"] != FORMAT_VERSION:
             raise ValueError(f"format {stored['format_version']}, this is {FORMAT_VERSION}")
         stored["identity"], stored["data"], stored["numerics"], int(stored["exact_from"])
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise ValueError(f"{file} is damaged ({error}): choose another --run-dir") from error
     return stored
 
@@ -149,22 +154,43 @@ def _refuse(
     _refuse_change(home.name, "data", stored["data"], json.loads(json.dumps(data)))
 
 
+def _refuse_unwritable(path: Path) -> None:
+    """Raises OSError if a file that grows cannot."""
+    for file in path.glob("*.jsonl"):
+        with file.open("r+b"):
+            pass
+
+
 def _refuse_fewer_steps(home: Home, store: CheckpointStore, recipe: Recipe) -> None:
-    steps = store.steps()
-    if steps and steps[-1] > recipe.num_steps:
+    newest = _newest(store)
+    if newest > recipe.num_steps:
         raise ValueError(
             f"num_steps={recipe.num_steps} is less than what is done: {home.name} has a checkpoint "
-            f"of step {steps[-1]}; ask for more steps or choose another --run-dir"
+            f"of step {newest}; ask for more steps or choose another --run-dir"
         )
 
 
 def _refuse_lost_rows(home: Home, store: CheckpointStore, rows: int) -> None:
-    steps = store.steps()
-    if steps and steps[-1] > rows:
+    newest = _newest(store)
+    if newest > rows:
         raise ValueError(
             f"{home.name}/metrics.jsonl has rows up to step {rows}, and there is a checkpoint of "
-            f"step {steps[-1]}: put the file back, or choose another --run-dir"
+            f"step {newest}: put the file back, or choose another --run-dir"
         )
+
+
+def _newest(store: CheckpointStore) -> int:
+    """The newest step whose metadata are not damaged, or 0: another will be set aside, and must
+    not keep the run from the good ones."""
+    for step in reversed(store.steps()):
+        try:
+            store.metadata(step)
+        except UnreadableHereError:  # it may be good
+            return step
+        except CheckpointError:
+            continue
+        return step
+    return 0
 
 
 def _refuse_change(name: str, what: str, old: dict[str, Any], new: dict[str, Any]) -> None:
@@ -181,4 +207,13 @@ def _differences(where: str, old: Any, new: Any) -> list[str]:
         for key in sorted({*old, *new}):
             found += _differences(f"{where}.{key}" if where else key, old.get(key), new.get(key))
         return found
-    return [] if old == new else [f"{where} was {old!r}, is {new!r}"]
+    return [] if _same(old, new) else [f"{where} was {old!r}, is {new!r}"]
+
+
+def _same(old: Any, new: Any) -> bool:
+    """Whether two JSON values are equal: True is not 1, and NaN is NaN."""
+    if isinstance(old, list) and isinstance(new, list):
+        return len(old) == len(new) and all(map(_same, old, new))
+    if isinstance(old, bool) or isinstance(new, bool):
+        return old is new
+    return old == new or (old != old and new != new)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol, TextIO
 
-from elastix.checkpoint_folder import Folder, LocalFolder
+from elastix.checkpoint_folder import PROBE, Folder, LocalFolder, sync
 from elastix.object_store.bucket import bucket_url
 from elastix.object_store.home import BucketHome
 
@@ -73,15 +74,23 @@ def open_home(where: str | Path) -> Home:
 
 
 class LocalHome:
-    """A directory, with a lock file in it that the system frees when the process ends."""
+    """A directory, with a lock file in it that the system frees when the process ends.
+
+    Raises:
+        ValueError: its path is not UTF-8, and no checkpoint could be written there.
+    """
 
     def __init__(self, path: Path):
+        try:
+            str(path).encode()
+        except UnicodeEncodeError:
+            raise ValueError(f"run directory {str(path)!r} is not UTF-8: choose another") from None
         self.path, self.name = path, str(path)
         self._lock: TextIO | None = None
 
     def foreign(self) -> str | None:
-        found = (p.name for p in self.path.iterdir()) if self.path.exists() else ()
-        return min((name for name in found if name != "lock"), default=None)
+        found = self.path.iterdir() if self.path.exists() else ()
+        return min((p.name for p in found if not _is_of_a_start(p)), default=None)
 
     def claim(self) -> None:
         self.path.mkdir(parents=True, exist_ok=True)
@@ -109,10 +118,19 @@ class LocalHome:
         """Nobody can take a locked directory away."""
 
     def publish(self) -> None:
-        """It is there."""
+        """It is there; now it stays, with the folder it is in, even if the power is cut."""
+        with contextlib.suppress(OSError):  # a folder that may be entered and not read
+            sync(self.path.absolute().parent)
 
     def close(self) -> None:
         if self._lock:
             self._lock.close()
 
     give_up = close
+
+
+def _is_of_a_start(path: Path) -> bool:
+    """Whether a run that was killed before it had a recipe.json may have left this."""
+    if path.name == "checkpoints" and path.is_dir():
+        return all(inner.name == PROBE for inner in path.iterdir())
+    return path.name in ("lock", "recipe.tmp")

@@ -1,5 +1,6 @@
 """The durable tier: round trips bit for bit, damage of every kind, full disks, kill -9."""
 
+import contextlib
 import json
 import math
 import os
@@ -550,6 +551,37 @@ def test_impossible_root(tmp_path, below):
     with pytest.raises(ValueError, match="cannot be written") as caught:
         CheckpointStore(tmp_path / below, keep=1)
     assert "\n" not in str(caught.value) and str(tmp_path / below) in str(caught.value)
+
+
+@contextlib.contextmanager
+def as_nobody():
+    """Root reads everything: meanwhile we are somebody else."""
+    root = os.geteuid() == 0
+    if root:
+        os.seteuid(65534)
+    try:
+        yield
+    finally:
+        if root:
+            os.seteuid(0)
+
+
+@pytest.mark.parametrize(
+    "name", ["state", "_CHECKPOINT_METADATA", "state/manifest.ocdbt", "state/d"]
+)
+def test_what_this_process_may_not_open_is_not_passed_over(name):
+    with tempfile.TemporaryDirectory() as place:
+        os.chmod(place, 0o755)
+        store = CheckpointStore(Path(place, "checkpoints"), keep=3)
+        store.save(1, state(1), {})
+        store.save(2, state(2), {})
+        closed = store.root / "2" / name
+        mode = closed.stat().st_mode
+        closed.chmod(0)
+        with as_nobody(), pytest.raises(UnreadableHereError, match="Permission denied"):
+            store.newest()
+        closed.chmod(mode)
+        assert_same(store.newest()[0].leaves, state(2))
 
 
 def test_keep_must_be_positive(tmp_path):

@@ -70,8 +70,10 @@ def test_metrics_that_are_damaged_are_refused(tmp_path):
     with pytest.raises(ValueError, match="is no record of steps from 1 on"):
         MetricsLog(path)
     path.write_text("{]\n")
-    with pytest.raises(ValueError, match="line 1 is damaged"):
-        MetricsLog(path)
+    for line in ("{]", "[1]", "7", "[" * 100_000):
+        path.write_text(f"{line}\n")
+        with pytest.raises(ValueError, match="line 1 is damaged"):
+            MetricsLog(path)
 
 
 def test_an_event_row_has_the_event_the_state_it_led_to_and_the_effects(tmp_path):

@@ -239,6 +239,7 @@ def test_a_full_disk_is_one_line_and_it_goes_on(tmp_path, long_corpus):
     assert re.fullmatch(
         r"elastix: failed: --out .* cannot be written \(.*too large.*\)\n", ran.stderr
     )
+    assert not list(out.glob("*.tmp")), "half a file would keep the disk full"
     assert pack(out, *long_corpus) == 0
     assert not list(out.glob("*.tmp")) and (out / "index.json").exists()
 
@@ -252,6 +253,27 @@ def test_one_process_at_a_time(tmp_path, corpus, capsys):
     assert "in use by another process" in capsys.readouterr().err and not contents(out)
     os.close(other)
     assert pack(out, *options(corpus)) == 0
+
+
+class UsedMeanwhile(type(Path())):
+    """A folder in which another process has packed something else just before it is made."""
+
+    other: Job
+
+    def mkdir(self, *arguments, **options):
+        pack_job(self.other, Path(self), Until(0))
+
+
+def test_what_another_process_packed_meanwhile_is_never_taken_for_ones_own(tmp_path, corpus):
+    documents, tokenizer = open_documents((corpus,)), load_tokenizer("bytes")
+    out = UsedMeanwhile(tmp_path / "out")
+    out.other = Job(documents, tokenizer, 16, 1, 10**9)
+    refuses(
+        lambda: pack_job(Job(documents, tokenizer, 32, 1, 10**9), out, Until(0)),
+        "packed from something else",
+        "seq_len was 16, is 32",
+    )
+    assert PackedRecords(str(out)).seq_len == 16
 
 
 # Refused
@@ -306,6 +328,10 @@ def test_a_folder_of_something_else_is_refused(tmp_path, corpus, capsys):
         (b'{"text": "a"}', ["--min-tokens", "x"], ["--min-tokens 'x'"]),
         (b'{"text": "a"}', ["--shard-size", "nan"], ["--shard-size 'nan'", "megabytes"]),
         (b'{"text": "a"}', ["--shard-size", "1e400"], ["--shard-size '1e400'"]),
+        (b'{"text": "a"}', ["--shard-size", "1e300"], ["--shard-size '1e300'", "megabytes"]),
+        (b'{"text": "a"}', ["--seq-len", "99999999999"], ["--seq-len=99999999999", "at most"]),
+        (b'{"text": "a"}', ["--seq-len", "9" * 30], ["--seq-len=", "at most"]),
+        (b"a", ["--format", "text", "--separator", "\udcff"], ["separator='\\udcff'", "UTF-8"]),
         (b'{"text": "a"}', ["--tokeniser", "x"], ["--tokeniser", "--help"]),
         (b"", [], ["corpus.jsonl", "is empty"]),
         (b'{"text": "abc"}', ["--min-tokens", "4"], ["fewer than 4 tokens", "--min-tokens"]),
@@ -318,12 +344,22 @@ def test_bad_input_changes_nothing(tmp_path, capsys, content, more, words):
     assert pack(tmp_path / "out", corpus, "--tokenizer", "bytes", *more) == 2
     line = capsys.readouterr().err.splitlines()[-1]
     assert line.startswith("elastix: ") and all(word in line for word in words), line
-    assert not (tmp_path / "out").exists() or not contents(tmp_path / "out")
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_folder_that_cannot_be_written(corpus, capsys):
     assert pack("/proc/nowhere", *options(corpus)) == 2
     assert "--out /proc/nowhere cannot be written" in told(capsys)
+
+
+def test_paths_that_the_library_of_array_records_cannot_be_given(tmp_path, corpus, capsys):
+    assert pack(tmp_path / "out", *options(corpus)) == 0
+    odd = tmp_path / "a\udcff.arrayrecord"
+    shutil.copy(next((tmp_path / "out").glob("part-*")), odd)
+    capsys.readouterr()
+    for out, inputs in [(tmp_path / "b\udcff", [corpus]), (tmp_path / "c", [odd])]:
+        assert pack(out, *inputs, "--tokenizer", "bytes") == 2
+        assert "is not UTF-8" in told(capsys) and not out.exists()
 
 
 def test_help_is_worth_reading(capsys):

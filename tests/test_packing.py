@@ -497,7 +497,9 @@ def test_two_processes_may_build_at_once(tmp_path, cache):
     [
         (lambda: PackedText(seq_len=0), ["seq_len=0"]),
         (lambda: PackedText(min_tokens=0), ["min_tokens=0"]),
+        (lambda: PackedText(seq_len=10**11), ["seq_len=100000000000", "at most"]),
         (lambda: PackedText(prefetch=-1), ["prefetch=-1"]),
+        (lambda: PackedText(prefetch=10**12), ["prefetch=1000000000000", "at most"]),
         (lambda: PackedText("a.txt"), ["'a.txt'", "tuple"]),
         (lambda: PackedText(format="csv"), ["'csv'", "jsonl"]),
         (lambda: PackedText(field=3), ["field=3", "string"]),

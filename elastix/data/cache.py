@@ -163,7 +163,7 @@ def _read(folder: Path) -> CachedArrays | None:
         if any(_sha256(folder / f"{name}.npy") != digest for name, digest in sha256.items()):
             return None
         arrays = {name: np.load(folder / f"{name}.npy", mmap_mode="r") for name in sha256}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None
     return CachedArrays(arrays, sha256)
 

@@ -154,7 +154,10 @@ class TextFile(_IndexedFile):
     """A file of UTF-8 text: one document, or one between two separators."""
 
     def __init__(self, path: str, separator: str = ""):
-        self._separator = separator.encode()
+        try:
+            self._separator = separator.encode()
+        except UnicodeEncodeError:
+            raise DataError(f"separator={separator!r} is not UTF-8; give one that is") from None
         super().__init__(path, {"format": "text", "separator": separator})
 
     def __getitem__(self, index: int) -> bytes:

@@ -19,6 +19,7 @@ from elastix.data.stream import (
     Order,
     Source,
     Stream,
+    check_prefetch,
     check_shuffle,
     order_of,
     stream,
@@ -169,7 +170,7 @@ class Mixture:
         # As floats: a command line gives those, and it is to be the same recipe.
         object.__setattr__(self, "weights", tuple(map(float, weights)))
         check_shuffle(self.shuffle)
-        whole("prefetch", self.prefetch, 0)
+        check_prefetch(self.prefetch)
 
     def build(self, global_batch: int, seed: int) -> Stream:
         """Opens all parts and returns their stream."""

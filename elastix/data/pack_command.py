@@ -13,10 +13,13 @@ import numpy as np
 
 from elastix.data.documents import FORMATS, open_documents
 from elastix.data.pack_job import Job, pack
+from elastix.data.packing import MOST_SEQ_LEN
 from elastix.data.sources import check_paths
-from elastix.data.stream import DataError
+from elastix.data.stream import DataError, whole
 from elastix.data.tokenizers import load_tokenizer
 from elastix.usage import UsageParser
+
+_MOST_BYTES = 2**62  # of input for one file; more than there is anywhere
 
 _ABOUT = """\
 Tokenize documents and pack them, whole, into sequences of one length: ArrayRecord files that
@@ -63,7 +66,7 @@ def data_main(argv: Sequence[str]) -> int:
     files = check_paths(given.inputs)
     separator = given.separator.replace("\\n", "\n").replace("\\t", "\t")
     tokenizer = load_tokenizer(given.tokenizer)
-    seq_len = _number("--seq-len", given.seq_len)
+    seq_len = whole("--seq-len", _number("--seq-len", given.seq_len), 1, MOST_SEQ_LEN)
     shard_bytes = _megabytes("--shard-size", given.shard_size)
     min_tokens = _number("--min-tokens", given.min_tokens)
     documents = open_documents(files, given.format, given.field, separator)
@@ -111,7 +114,7 @@ def _megabytes(option: str, text: str) -> int:
         size = round(float(text) * 1e6)
     except (ValueError, OverflowError):  # no number, not a number, infinity
         size = 0
-    if size < 1:
+    if not 1 <= size <= _MOST_BYTES:
         raise DataError(f"{option} {text!r}: use a number of megabytes above 0, such as 256")
     return size
 

@@ -10,6 +10,7 @@ import fcntl
 import hashlib
 import json
 import os
+import tempfile
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
@@ -21,6 +22,7 @@ import numpy as np
 from elastix.data.documents import Documents
 from elastix.data.packed_records import FORMAT_VERSION, INDEX, encode_row, read_index
 from elastix.data.packing import encode, plan, token_dtype
+from elastix.data.records import check_record_name
 from elastix.data.stream import DataError
 from elastix.data.tokenizers import Tokenizer
 
@@ -73,17 +75,30 @@ class Job:
 def pack(job: Job, out: Path, progress: Progress) -> dict[str, Any]:
     """Writes the files of a job into `out`, or those that are missing, and returns the index.
 
-    Raises DataError if `out` is no folder to write in, holds other things or is in use, before
-    anything is changed; DataError if no document is long enough to be packed; and OSError if the
-    disk is full, say: called again, it goes on.
+    Raises DataError if `out` is no folder to write in, holds other things or is in use, or no
+    document is long enough to be packed: nothing was changed then. Raises OSError if the disk is
+    full, say: called again, it goes on.
     """
+    made_from = job.made_from()
+    check_record_name(str(out))
     try:
-        _refuse(out, job.made_from())
+        _refuse(out, made_from)
+        is_new = not out.exists()
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise DataError(f"--out {out} cannot be written ({error.strerror})") from None
-    with _locked(out):
-        return _Packing(job, out, progress).run()
+        raise DataError(
+            f"--out {out} cannot be written ({error.strerror}); name another folder"
+        ) from None
+    try:
+        with _locked(out):
+            _refuse(out, made_from)  # another process may have used it meanwhile
+            _refuse_unwritable(out)
+            return _Packing(job, out, progress).run()
+    except DataError:
+        if is_new:
+            with contextlib.suppress(OSError):  # it is in use
+                out.rmdir()
+        raise
 
 
 class _Packing:
@@ -154,6 +169,16 @@ def _refuse(out: Path, made_from: dict[str, Any]) -> None:
         raise DataError(f"--out {out} holds {foreign[0]} but no {INDEX}; choose an empty folder")
 
 
+def _refuse_unwritable(out: Path) -> None:
+    try:
+        with tempfile.TemporaryFile(dir=out):
+            pass
+    except OSError as error:
+        raise DataError(
+            f"--out {out} cannot be written ({error.strerror}); name another folder"
+        ) from None
+
+
 def _changes(old: dict[str, Any], new: dict[str, Any]) -> str:
     return "; ".join(
         f"{key} was {_short(old.get(key))}, is {_short(new.get(key))}"
@@ -200,18 +225,13 @@ def _write_part(job: Job, numbers: range, path: Path, progress: Progress) -> dic
         progress.tokenized(number)
     tokens, lengths = np.concatenate(parts), np.array([len(part) for part in parts])
     pieces, ends = plan(lengths, job.seq_len, job.min_tokens)
-    temporary = path.with_name(f"{path.name}.tmp")
-    _write_records(
-        temporary,
-        (
-            encode_row([tokens[start:stop] for start, stop in pieces[begin:end].tolist()])
-            for begin, end in pairwise([0, *ends.tolist()])
-        ),
+    rows = (
+        encode_row([tokens[start:stop] for start, stop in pieces[begin:end].tolist()])
+        for begin, end in pairwise([0, *ends.tolist()])
     )
-    _sync(temporary)
-    sha256 = _sha256(temporary)
-    os.replace(temporary, path)
-    _sync(path.parent)
+    with _named_when_whole(path) as temporary:
+        _write_records(temporary, rows)
+        sha256 = _sha256(temporary)
     packed = int((pieces[:, 1] - pieces[:, 0]).sum())
     size = path.stat().st_size
     return {"name": path.name, "size": size, "sha256": sha256, "rows": len(ends), "tokens": packed}
@@ -231,10 +251,23 @@ def _write_records(path: Path, records: Iterable[bytes]) -> None:
 
 
 def _write_json(path: Path, value: Any) -> None:
+    with _named_when_whole(path) as temporary:
+        temporary.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+
+
+@contextlib.contextmanager
+def _named_when_whole(path: Path) -> Iterator[Path]:
+    """A temporary path to write to, which gets its name when that is done, or is removed: half a
+    file would keep a full disk full."""
     temporary = path.with_name(f"{path.name}.tmp")
-    temporary.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
-    _sync(temporary)
-    os.replace(temporary, path)
+    try:
+        yield temporary
+        _sync(temporary)
+        os.replace(temporary, path)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
+    _sync(path.parent)
 
 
 def _sync(path: Path) -> None:
@@ -252,3 +285,7 @@ def _sha256(path: Path) -> str | None:
             return hashlib.file_digest(file, "sha256").hexdigest()
     except FileNotFoundError:
         return None
+    except OSError as error:
+        raise DataError(
+            f"{str(path)!r} cannot be read ({error.strerror}); make it readable, or remove it"
+        ) from None

@@ -17,7 +17,7 @@ from elastix.data.files import NO_IDENTITY, file_identity, file_problem
 from elastix.data.packing import packed_row
 from elastix.data.records import RecordFiles
 from elastix.data.sources import Opened, build_stream, check_path
-from elastix.data.stream import DataError, Stream, check_shuffle, whole
+from elastix.data.stream import DataError, Stream, check_prefetch, check_shuffle, whole
 from elastix.data.tokenizers import check_ids
 
 INDEX = "index.json"
@@ -64,7 +64,7 @@ def read_index(folder: Path, name: str = INDEX) -> dict[str, Any] | None:
         return None
     except OSError as error:
         raise DataError(f"{str(path)!r} cannot be read ({error.strerror})") from None
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         if isinstance(error, DataError) and "this is" in str(error):
             raise
         raise DataError(f"{str(path)!r} is damaged; pack into a new folder") from None
@@ -87,7 +87,7 @@ class PackedRecords:
     def __post_init__(self):
         object.__setattr__(self, "directory", check_path("directory", self.directory))
         check_shuffle(self.shuffle)
-        whole("prefetch", self.prefetch, 0)
+        check_prefetch(self.prefetch)
 
     @property
     def vocab_size(self) -> int:

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from elastix.data.documents import Documents, check_format, open_documents
 from elastix.data.files import NO_IDENTITY
 from elastix.data.filtering import Filtered, Keep
-from elastix.data.packing import Packed
+from elastix.data.packing import MOST_SEQ_LEN, Packed
 from elastix.data.sources import Opened, build_stream, check_path, check_paths
-from elastix.data.stream import DataError, Stream, check_shuffle, whole
+from elastix.data.stream import DataError, Stream, check_prefetch, check_shuffle, whole
 from elastix.data.tokenizers import load_tokenizer
 
 
@@ -45,9 +45,9 @@ class PackedText:
         for name in ("field", "separator"):
             if not isinstance(getattr(self, name), str):
                 raise DataError(f"{name}={getattr(self, name)!r} must be a string")
-        whole("seq_len", self.seq_len, 1)
+        whole("seq_len", self.seq_len, 1, MOST_SEQ_LEN)
         whole("min_tokens", self.min_tokens, 1)
-        whole("prefetch", self.prefetch, 0)
+        check_prefetch(self.prefetch)
         check_shuffle(self.shuffle)
         if not isinstance(self.keep, tuple | list):
             raise DataError(f"keep={self.keep!r} must be a tuple, such as (MinLength(100),)")

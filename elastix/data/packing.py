@@ -5,6 +5,7 @@ et al., Fewer Truncations Improve Language Modeling, arXiv:2404.10830). A docume
 where it is longer than a row.
 """
 
+from collections import defaultdict
 from collections.abc import Sequence
 from functools import partial
 
@@ -17,6 +18,9 @@ from elastix.data.tokenizers import Tokenizer, check_ids
 
 PADDING = 0
 """The token and the segment id of what is left of a row."""
+
+MOST_SEQ_LEN = 2**24
+"""Targets in a packed row."""
 
 _PLAN_VERSION = 1
 
@@ -38,7 +42,7 @@ class Packed:
     def __init__(
         self, documents: Documents, tokenizer: Tokenizer, seq_len: int, min_tokens: int = 1
     ):
-        self.seq_len = whole("seq_len", seq_len, 1)
+        self.seq_len = whole("seq_len", seq_len, 1, MOST_SEQ_LEN)
         min_tokens = whole("min_tokens", min_tokens, 1)
         made_from = {"documents": documents.fingerprint, "tokenizer": tokenizer.fingerprint}
         tokenized = cached_arrays(
@@ -127,7 +131,7 @@ def best_fit(lengths: np.ndarray, capacity: int) -> np.ndarray:
     Takes about a microsecond a piece, whatever the capacity, for those that models have.
     """
     rows = np.empty(len(lengths), np.int64)
-    having: list[list[int]] = [[] for _ in range(capacity + 1)]  # rows, by how much is free in them
+    having: dict[int, list[int]] = defaultdict(list)  # rows, by how much is free in them
     frees, count = 0, 0  # bit f of `frees` is set where a row has f tokens free
     for piece in np.argsort(-lengths, kind="stable").tolist():
         length = int(lengths[piece])

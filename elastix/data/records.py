@@ -11,6 +11,16 @@ from elastix.data.stream import DataError
 RECORD_SUFFIXES = (".arrayrecord", ".array_record")
 
 
+def check_record_name(path: str) -> None:
+    """DataError for a path that the library of ArrayRecord files cannot be given."""
+    try:
+        path.encode()
+    except UnicodeEncodeError:
+        raise DataError(
+            f"{path!r} is not UTF-8, as paths of ArrayRecord files are; rename"
+        ) from None
+
+
 class RecordFiles:
     """The records of files written with group_size:1, one file after the other, read on demand.
 
@@ -45,6 +55,7 @@ class RecordFiles:
 
 
 def _open(path: str) -> grain.sources.ArrayRecordDataSource:
+    check_record_name(path)
     try:
         records = grain.sources.ArrayRecordDataSource([path])
         if len(records):

@@ -10,7 +10,15 @@ import numpy as np
 
 from elastix.data.files import NO_IDENTITY, Corpus, file_identity, stdlib_corpus, text_corpus
 from elastix.data.records import RECORD_SUFFIXES, RecordFiles
-from elastix.data.stream import DataError, Source, Stream, check_shuffle, stream, whole
+from elastix.data.stream import (
+    DataError,
+    Source,
+    Stream,
+    check_prefetch,
+    check_shuffle,
+    stream,
+    whole,
+)
 from elastix.data.tokenizers import Tokenizer, check_ids, load_tokenizer
 
 _RECORD_DTYPES = {"uint16": "<u2", "uint32": "<u4"}
@@ -73,7 +81,7 @@ class Text:
         object.__setattr__(self, "files", check_paths(self.files))
         object.__setattr__(self, "tokenizer", check_path("tokenizer", self.tokenizer))
         whole("seq_len", self.seq_len, 1)
-        whole("prefetch", self.prefetch, 0)
+        check_prefetch(self.prefetch)
         check_shuffle(self.shuffle)
 
     @property
@@ -135,7 +143,7 @@ class TokenRecords:
         if self.dtype not in _RECORD_DTYPES:
             raise DataError(f"dtype={self.dtype!r} must be one of {', '.join(_RECORD_DTYPES)}")
         whole("seq_len", self.seq_len, 1)
-        whole("prefetch", self.prefetch, 0)
+        check_prefetch(self.prefetch)
         check_shuffle(self.shuffle)
         if whole("vocab_size", self.vocab_size, 1) > _MOST_IDS:
             raise DataError(f"vocab_size={self.vocab_size} must be at most {_MOST_IDS}")

@@ -13,6 +13,7 @@ import numpy as np
 from elastix.data.order import example_at
 
 _HORIZON = 2**52  # examples: no run lasts as long, and no count overflows
+_MOST_PREFETCH = 1000
 _COLUMN_KINDS = "biufcV"  # V: also the extension types of ml_dtypes, such as bfloat16
 
 _Columns = list[tuple[str, tuple[np.dtype, tuple[int, ...]]]]
@@ -37,15 +38,22 @@ class Source(Protocol):
     def __getitem__(self, index: int, /) -> Mapping[str, np.ndarray]: ...
 
 
-def whole(name: str, value: object, least: int) -> int:
-    """Returns `value` as an int; DataError unless it is a whole number of at least `least`."""
+def whole(name: str, value: object, least: int, most: int | None = None) -> int:
+    """Returns `value` as an int; DataError unless it is a whole number from `least` to `most`."""
     try:
         number = operator.index(value)  # type: ignore[arg-type]
     except TypeError:
         number = least - 1
     if isinstance(value, bool) or number < least:
         raise DataError(f"{name}={value!r} must be a whole number of at least {least}")
+    if most is not None and number > most:
+        raise DataError(f"{name}={value!r} must be a whole number of at most {most}")
     return number
+
+
+def check_prefetch(value: object) -> int:
+    """Returns how many batches are read ahead; DataError for a number that no memory could hold."""
+    return whole("prefetch", value, 0, _MOST_PREFETCH)
 
 
 def check_shuffle(value: object) -> bool | int:
@@ -129,7 +137,7 @@ def stream(
     """
     global_batch = whole("global_batch", global_batch, 1)
     seed = whole("seed", seed, 0)
-    prefetch = whole("prefetch", prefetch, 0)
+    prefetch = check_prefetch(prefetch)
     shuffle = check_shuffle(shuffle)
     batches = _Batches(source, global_batch, order or order_of(len(source) or 1, seed, shuffle))
     decided = {

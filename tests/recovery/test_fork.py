@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
+import resource
+import shutil
 from dataclasses import dataclass, replace
 
 import pytest
@@ -91,8 +94,6 @@ def test_a_directory_that_holds_another_run_is_refused(origin, tmp_path):
 
 
 def test_a_damaged_origin_is_refused(origin, tmp_path):
-    import shutil
-
     shutil.copytree(origin[0], tmp_path / "origin")
     for file in (tmp_path / "origin/checkpoints/20").rglob("*"):
         if file.is_file() and file.stat().st_size > 1000:
@@ -100,6 +101,93 @@ def test_a_damaged_origin_is_refused(origin, tmp_path):
     with pytest.raises(ValueError, match="--fork .*@20: "):
         run(run_dir=tmp_path / "fork", fork_from=Origin(tmp_path / "origin", 20))
     assert not (tmp_path / "fork").exists()
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda rows: [], "lacks rows of steps 1 to 20"),
+        (lambda rows: rows[:15], "lacks rows of steps 1 to 20"),
+        (lambda rows: [*rows[:2], "garbage", *rows[3:]], "line 3 is damaged"),
+        (lambda rows: [*rows[:2], "[1]", *rows[3:]], "line 3 is damaged"),
+        (lambda rows: [*rows[:2], "{}", *rows[3:]], "no row of a step"),
+    ],
+)
+def test_an_origin_without_its_rows_is_refused_and_nothing_is_made(
+    origin, tmp_path, damage, message
+):
+    shutil.copytree(origin[0], tmp_path / "origin")
+    metrics = tmp_path / "origin/metrics.jsonl"
+    metrics.write_text("".join(f"{row}\n" for row in damage(metrics.read_text().splitlines())))
+    with pytest.raises(ValueError, match=f"--fork .*@20: .*{message}"):
+        run(run_dir=tmp_path / "fork", fork_from=Origin(tmp_path / "origin", 20))
+    assert [path.name for path in tmp_path.iterdir()] == ["origin"]
+
+
+def test_a_place_that_cannot_be_is_refused(origin, tmp_path):
+    (tmp_path / "file").write_text("mine")
+    (tmp_path / "nowhere").symlink_to("gone")
+    for name in ("file", "file/below", "nowhere", "x" * 300):
+        with pytest.raises(ValueError, match=f"--fork .*@20: run directory .*{name} cannot be"):
+            run(run_dir=tmp_path / name, fork_from=Origin(origin[0], 20))
+    assert (tmp_path / "file").read_text() == "mine" and len(list(tmp_path.iterdir())) == 2
+
+
+def test_a_full_disk_leaves_nothing_of_a_fork(origin, tmp_path):
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    (tmp_path / "empty").mkdir()
+    for limit, name in [(100, "new"), (1000, "new"), (1000, "empty")]:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))
+        try:
+            with pytest.raises(ValueError, match="--fork|not saved"):
+                run(run_dir=tmp_path / name, fork_from=Origin(origin[0], 20))
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        assert {p.name for p in tmp_path.rglob("*")} <= {"empty", "lock"}
+
+
+def test_what_lies_beside_a_fork_is_never_touched(origin, tmp_path):
+    beside = tmp_path / "fork.forking"
+    beside.mkdir()
+    (beside / "thesis").write_text("mine")
+    (tmp_path / "real").mkdir()
+    (tmp_path / "fork").symlink_to("real")
+    assert run(run_dir=tmp_path / "fork", fork_from=Origin(origin[0], 20)).resumed_at == 20
+    assert (beside / "thesis").read_text() == "mine" and (tmp_path / "real/recipe.json").exists()
+
+
+def test_a_fork_that_was_killed_is_made_anew(origin, tmp_path):
+    path, whole = origin
+    fork = tmp_path / "fork"
+    (fork / "checkpoints/20.orbax-checkpoint-tmp/state").mkdir(parents=True)
+    (fork / "metrics.jsonl").write_text('{"step": 1, "lo')
+    (fork / "forking").write_text(json.dumps({"forked_from": str(path.resolve()), "step": 20}))
+    with pytest.raises(ValueError, match="but no recipe.json"):
+        run(run_dir=fork)
+    with pytest.raises(ValueError, match="already: choose an empty"):
+        run(run_dir=fork, fork_from=Origin(path, 30))
+    summary = run(run_dir=fork, fork_from=Origin(path, 20))
+    assert summary.resumed_at == 20 and summary.losses == whole.losses
+    assert not (fork / "forking").exists()
+
+
+def test_two_forks_into_one_directory(origin, tmp_path):
+    (tmp_path / "fork").mkdir()
+    with (tmp_path / "fork/lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        lock.write("4321\n")
+        lock.flush()
+        with pytest.raises(ValueError, match="is in use by process 4321"):
+            run(run_dir=tmp_path / "fork", fork_from=Origin(origin[0], 20))
+    assert [path.name for path in (tmp_path / "fork").iterdir()] == ["lock"]
+
+
+@pytest.mark.parametrize("lineage", ["{", "{}", "[]", "[" * 100_000])
+def test_a_damaged_lineage_is_refused(origin, tmp_path, lineage):
+    run(run_dir=tmp_path / "fork", fork_from=Origin(origin[0], 30))
+    (tmp_path / "fork/lineage.json").write_text(lineage)
+    with pytest.raises(ValueError, match="its lineage.json is damaged: choose another"):
+        run(run_dir=tmp_path / "fork", fork_from=Origin(origin[0], 30))
 
 
 def test_a_model_whose_code_changed_is_refused_with_the_leaves(origin, tmp_path):
