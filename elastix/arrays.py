@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -18,6 +18,7 @@ from elastix.classification import (
     StuckError,
     controller_is_lost,
 )
+from elastix.compile_cache import Compilation, compiles_of_this_thread
 from elastix.leaf_hash import agreed
 from elastix.machine import (
     Done,
@@ -46,26 +47,49 @@ class Arrays:
         self._policy = policy
         self._states: dict[tuple[int, int], Leaves] = {}
         self._unpublished: set[int] = set()
+        self._waited_compiles = 0
 
     @property
     def num_states(self) -> int:
         """The train states held, of which each slice of the mesh has a copy."""
         return len(self._states)
 
-    def compile(self, mesh: Slices) -> None:
-        """See that the executables for `mesh` exist: the step, and the check of its bits.
+    @property
+    def compiles(self) -> int:
+        """XLA compiles that this thread made, or waited for while another made them."""
+        return compiles_of_this_thread() + self._waited_compiles
+
+    def compile(self, mesh: Slices) -> bool:
+        """See that the executables for `mesh` exist: the step, and the check of its bits. Returns
+        whether one was on its way already.
 
         Raises:
             StuckError: it does not by the deadline of a compile, which then goes on.
         """
-        check = self._program.compiling_hashes(mesh)  # beside the step, not after it
-        self._await(self._program.compiling_step(mesh), mesh, "compiling the step")
+        warming = self._program.is_compiling(mesh)
+        step, check = self._executables(mesh)  # beside each other, not one after the other
+        self._await(step, mesh, "compiling the step")
         self._await(check, mesh, "compiling the check of bits")
+        return warming
 
-    def _await(self, job: Future[Any], mesh: Slices, what: str) -> Any:
-        names = ", ".join(map(str, sorted(mesh)))
+    def compiling(self, mesh: Slices) -> Sequence[Future[Any]]:
+        """The executables of `compile`, made in the background from now on."""
+        return self._executables(mesh)
+
+    def _executables(self, mesh: Slices) -> tuple[Compilation, Compilation]:
+        return self._program.compiling_step(mesh), self._program.compiling_hashes(mesh)
+
+    def warm(self, sets: Sequence[Slices]) -> None:
+        """Make the executables for these sets in the background, one after another, and for no
+        others."""
+        self._program.warm(sets)
+
+    def _await(self, job: Compilation, mesh: Slices, what: str) -> Any:
+        names, made = ", ".join(map(str, sorted(mesh))), job.done()
         deadline = self._policy.prepare_deadline
-        return wait_for(job, self._backend, mesh, deadline, f"{what} for slices {names}")
+        executable = wait_for(job, self._backend, mesh, deadline, f"{what} for slices {names}")
+        self._waited_compiles += 0 if made else job.compiles
+        return executable
 
     def step(self, epoch: int, step: int, mesh: Slices, batch: Batch) -> dict[str, Any]:
         """Dispatch the update from `step - 1` to `step`; returns its results, as futures.
@@ -226,6 +250,8 @@ class Arrays:
 
     def release(self, state: State) -> None:
         """Free the arrays and host copies that the state does not name."""
+        if isinstance(state, Done | Failed):
+            self.warm(())
         if isinstance(state, Starting | Done | Failed):
             return
         for epoch, step in list(self._states):

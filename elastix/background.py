@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import queue
 import threading
+import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, wait
 from typing import Any
@@ -20,24 +21,29 @@ _LOOK = 0.05
 """Seconds between two looks at the slices and the clock while something is waited for."""
 
 
-_PATIENCE = 5.0
-"""Seconds that the end of the process waits for threads."""
-_unfinished: set[Future[Any]] = set()
+_unfinished: dict[Future[Any], float] = {}
+"""What runs, and how many seconds the end of the process waits for it."""
 
 
-def start(do: Callable[..., Any], *args: Any) -> Future[Any]:
-    """Run `do(*args)` in a thread of its own."""
+def start(do: Callable[..., Any], *args: Any, patience: float = 5.0) -> Future[Any]:
+    """Run `do(*args)` in a thread of its own.
+
+    Args:
+        patience: seconds that the end of the process waits for it.
+    """
     job: Future[Any] = Future()
-    _unfinished.add(job)
-    job.add_done_callback(_unfinished.discard)
-    threading.Thread(target=_fill, args=(job, do, args), name="elastix", daemon=True).start()
+    _unfinished[job] = patience
+    job.add_done_callback(_unfinished.pop)
+    threading.Thread(target=fill, args=(job, do, *args), name="elastix", daemon=True).start()
     return job
 
 
 @atexit.register
 def _finish() -> None:
     """Python up to 3.13 aborts the process when it ends while a daemon is inside C++."""
-    wait(tuple(_unfinished), timeout=_PATIENCE)
+    begun = time.monotonic()
+    for job, patience in sorted(_unfinished.items(), key=lambda item: item[1]):
+        wait([job], timeout=max(0.0, begun + patience - time.monotonic()))
 
 
 def wait_for(
@@ -83,10 +89,12 @@ class Worker:
 
     def _work(self) -> None:
         while (given := self._jobs.get()) is not None:
-            _fill(*given)
+            job, do, args = given
+            fill(job, do, *args)
 
 
-def _fill(job: Future[Any], do: Callable[..., Any], args: Any) -> None:
+def fill(job: Future[Any], do: Callable[..., Any], *args: Any) -> None:
+    """Do it in this thread, and put what it returns or raises into `job`."""
     try:
         job.set_result(do(*args))
     except BaseException as error:  # whatever it is, who waits for the job must hear it

@@ -6,8 +6,8 @@ what happened.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable
+from math import inf
 from typing import Any
 
 import jax
@@ -22,12 +22,12 @@ from elastix.classification import (
     naming,
     trace_of,
 )
-from elastix.compile_cache import count_compiles
 from elastix.evaluation import Evaluation, Evaluations
 from elastix.feed import Batch, Feed
 from elastix.machine import (
     Abandon,
     Committed,
+    Compile,
     DataFailed,
     Dispatched,
     Done,
@@ -56,11 +56,12 @@ from elastix.machine import (
     Tried,
     Try,
     WakeAt,
-    Woke,
+    Warm,
     transition,
 )
 from elastix.metrics import MetricsLog, Row
 from elastix.notices import Announcements
+from elastix.pending import Pending
 from elastix.progress import Progress
 from elastix.saver import Saver
 from elastix.steps import Steps
@@ -102,8 +103,7 @@ class Driver:
         self._ran: set[Slices] = set()
         """The meshes on which a step has finished: the first may take longer."""
         self._evaluation: Evaluation | None = None
-        self._events: deque[Event] = deque()
-        self._wake: WakeAt | None = None
+        self._pending = Pending(backend.ended)
         self._announced = announced or Announcements()
 
     # --- the loop ---------------------------------------------------------------------------
@@ -133,17 +133,13 @@ class Driver:
     def _next(self) -> Event:
         """The next thing that happened: an answer, a wake-up, or the oldest step's results."""
         while True:
-            notice = self._announced.next(self._backend.now(), self._epoch)
-            if notice:
+            if notice := self._announced.next(self._backend.now(), self._epoch):
                 return notice
-            saved = self._saver.answer() if self._saver else None
-            if saved:  # first: the disk may have let go of what an older answer names
+            # Before others: the disk may have let go of what an older answer names.
+            if saved := self._saver.answer() if self._saver else None:
                 return saved
-            if self._events:
-                return self._events.popleft()
-            if self._wake and self._backend.now() >= self._wake.at:
-                epoch, self._wake = self._wake.epoch, None
-                return Woke(at=self._backend.now(), epoch=epoch)
+            if told := self._pending.next(self._backend.now()):
+                return told
             if self._steps.in_flight:
                 self._guarded(self._commit)
             elif self._evaluation:
@@ -154,18 +150,18 @@ class Driver:
     def _pass_time(self) -> None:
         """Nothing is in the foreground: wait for a save or for the next wake-up."""
         saver = self._saver if self._saver and self._saver.pending else None
-        if self._wake is None and saver is None:
+        left = max(0.0, self._pending.wakes_at - self._backend.now())
+        if left == inf and saver is None:
             raise ProtocolError("the machine is live, but no answer is outstanding")
-        left = max(0.0, self._wake.at - self._backend.now()) if self._wake else _BLINK
         if saver is None:
             self._backend.idle(min(left, _BLINK))
         elif answer := saver.answer(timeout=_BLINK / 10):
-            self._events.append(answer)
+            self._pending.tell(answer)
         else:
             self._backend.idle(min(left, _BLINK / 50))
 
     def _emit(self, kind: type[Event], **fields: Any) -> None:
-        self._events.append(kind(at=self._backend.now(), epoch=self._epoch, **fields))
+        self._pending.tell(kind(at=self._backend.now(), epoch=self._epoch, **fields))
 
     def _start(self, effect: Effect) -> None:
         if effect.epoch > self._epoch:
@@ -192,7 +188,11 @@ class Driver:
             case Try():
                 self._guarded(self._try, effect)
             case WakeAt():
-                self._wake = effect
+                self._pending.wake_at(effect)
+            case Compile():
+                self._pending.when_compiled(effect, self._arrays.compiling(effect.mesh))
+            case Warm():
+                self._arrays.warm(effect.sets)
             case _:
                 raise ProtocolError(f"no handler for {type(effect).__name__}")
 
@@ -201,7 +201,8 @@ class Driver:
         self._epoch = epoch
         self._give_up()
         self._feed.reset()
-        self._wake = None
+        self._pending.begin_epoch()
+        self._arrays.warm(())  # what is needed now comes first
 
     def _give_up(self) -> None:
         """Nobody waits for what was in the foreground any more."""
@@ -272,8 +273,7 @@ class Driver:
         self._ran.add(self._mesh)
         self._backend.committed(step.step)
         row = Row.of(step.step, results, len(self._mesh), seconds)
-        mismatch = self._metrics.commit(row)
-        if mismatch:
+        if mismatch := self._metrics.commit(row):
             self._emit(ProgramFailed, reason=mismatch)
         else:
             self._emit(Committed, step=step.step, finite=bool(results["finite"]))
@@ -297,14 +297,13 @@ class Driver:
     # --- other effects ------------------------------------------------------------------------
 
     def _prepare(self, effect: Prepare) -> None:
-        start, before = self._backend.now(), count_compiles()[0]
+        start, before = self._backend.now(), self._arrays.compiles
         self._backend.admit(effect.mesh - effect.source.holders)
-        self._arrays.compile(effect.mesh)
+        warming = self._arrays.compile(effect.mesh)
         compiled = self._backend.now()
-        source = effect.source
+        source, known = effect.source, self._steps.progress
         try:
             with naming(f"restoring {source.tier} step {source.step}"):
-                known = self._steps.progress
                 progress = self._arrays.restore(source, self._epoch, effect.mesh, known)
         except UnreadableHereError:
             raise  # the checkpoint may be good: that is no reason to go back to an older one
@@ -318,7 +317,8 @@ class Driver:
             step=source.step,
             restore_seconds=self._backend.now() - compiled,
             compile_seconds=compiled - start,
-            compiles=count_compiles()[0] - before,
+            compiles=self._arrays.compiles - before,
+            warming=warming,
         )
 
     def _snapshot(self, effect: Snapshot) -> None:

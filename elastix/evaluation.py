@@ -101,6 +101,11 @@ class Evaluations:
     num_batches: int
     log: EvalLog
 
+    def close(self) -> None:
+        """No more is read, and the record is whole."""
+        self.feed.reset()
+        self.log.close()
+
     def begin(self, step: int, now: float) -> Evaluation:
         """A new evaluation, from the first batch on."""
         self.feed.reset()

@@ -14,7 +14,7 @@ from elastix import machine
 from elastix.jsonl import append, read_rows
 from elastix.machine import Effect, Event, Policy, Started, State
 
-VERSION = 3
+VERSION = 4
 
 
 # --- one value ------------------------------------------------------------------------------------

@@ -50,3 +50,7 @@ class StreamFeed:
         if self._worker:
             self._worker.close(timeout=0.0)
         self._worker = None
+
+    def close(self) -> None:
+        """No more is read; a read that hangs is left to itself."""
+        self.reset()

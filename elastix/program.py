@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from concurrent.futures import Future
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -12,14 +11,14 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from elastix.compile_cache import CompileCache
+from elastix.compile_cache import Build, Compilation, CompileCache
 from elastix.eval_step import EvalStep
 from elastix.leaf_hash import hash_on_device
 from elastix.mesh import SLICE
 from elastix.recipe import Recipe
 from elastix.snapshots import LocalTransfers, Transfers
 from elastix.step import TrainStep, Work, batch_spec
-from elastix.train_state import Leaves, StateSpec
+from elastix.train_state import EXACT, Leaves, StateSpec
 
 Slices = frozenset[int]
 Batch = dict[str, np.ndarray]
@@ -64,14 +63,17 @@ class Program:
             self.spec, recipe.eval_loss or recipe.loss, recipe.global_batch, recipe.num_replicas
         )
         self.donates = recipe.policy.lookback == "host"
-        self._cache = CompileCache()
+        self._cache = CompileCache(recipe.policy.compiled_bytes)
+        self._meshes: dict[Slices, Mesh] = {}
         each = len(next(iter(devices.values())))
         self.layout = list(recipe.mesh.inner_shape(each))
         """Sizes of the mesh axes inside a slice."""
         self.shardings(frozenset(devices))  # refuses a bad sharding rule before anything runs
 
     def mesh(self, slices: Slices) -> Mesh:
-        return self._recipe.mesh.build(self._devices, slices)
+        if slices not in self._meshes:
+            self._meshes[slices] = self._recipe.mesh.build(self._devices, slices)
+        return self._meshes[slices]
 
     def devices(self, slices: Slices) -> frozenset[Any]:
         return frozenset(d for s in slices for d in self._devices[s])
@@ -96,22 +98,43 @@ class Program:
         """The executable `leaves -> uint32[slices, leaves, 2]`: what each slice holds, hashed."""
         return self.compiling_hashes(slices).result()
 
-    def compiling_hashes(self, slices: Slices) -> Future[Any]:
+    def compiling_hashes(self, slices: Slices) -> Compilation:
         """The executable of `hashes`, which is compiled in the background."""
-        return self._cache.get("hashes", slices, lambda: self._lower_hashes(slices))
+        return self._cache.get(self._build_hashes(slices))
 
-    def compiling_init(self, slices: Slices) -> Future[Any]:
+    def compiling_init(self, slices: Slices) -> Compilation:
         """The executable of `initial`, which is compiled in the background."""
         lower = lambda: self.spec.lower_init(self._rules, self.mesh(slices))  # noqa: E731
-        return self._cache.get("init", slices, lower)
+        return self._cache.get(Build("init", slices, lower))
 
-    def compiling_step(self, slices: Slices) -> Future[Any]:
+    def compiling_step(self, slices: Slices) -> Compilation:
         """The executable of `step`, which is compiled in the background."""
-        return self._cache.get("step", slices, lambda: self.lower_step(slices))
+        return self._cache.get(self._build_step(slices))
 
-    def compiling_eval(self, slices: Slices) -> Future[Any]:
+    def compiling_eval(self, slices: Slices) -> Compilation:
         """The executable of `evaluate`, which is compiled in the background."""
-        return self._cache.get("evaluate", slices, lambda: self._lower_eval(slices))
+        return self._cache.get(self._build_eval(slices))
+
+    def is_compiling(self, slices: Slices) -> bool:
+        """Whether an executable for `slices` is on its way."""
+        return self._cache.is_making(slices)
+
+    def warm(self, sets: Iterable[Slices]) -> None:
+        """Compile all that training on these sets needs, one after another in the background, and
+        nothing that was to be warmed before."""
+        builds = [self._build_step, self._build_hashes]
+        if self._eval_sample:
+            builds.append(self._build_eval)
+        self._cache.warm([build(slices) for slices in sets for build in builds])
+
+    def _build_step(self, slices: Slices) -> Build:
+        return Build("step", slices, lambda: self.lower_step(slices))
+
+    def _build_hashes(self, slices: Slices) -> Build:
+        return Build("hashes", slices, lambda: self._lower_hashes(slices))
+
+    def _build_eval(self, slices: Slices) -> Build:
+        return Build("evaluate", slices, lambda: self._lower_eval(slices))
 
     def lower_step(self, slices: Slices) -> Any:
         """The step lowered for `slices`, from shapes alone."""
@@ -123,13 +146,16 @@ class Program:
             step,
             donate_argnums=0 if self.donates else (),
             out_shardings=(self.shardings(slices), None),
+            compiler_options=EXACT,
         )
         return kept.lower(*arguments)
 
     def _lower_eval(self, slices: Slices) -> Any:
         assert self._eval_sample
         evaluate = self._eval_step(self.mesh(slices))
-        return jax.jit(evaluate).lower(*self._abstract(self._eval_sample, slices))
+        return jax.jit(evaluate, compiler_options=EXACT).lower(
+            *self._abstract(self._eval_sample, slices)
+        )
 
     def _lower_hashes(self, slices: Slices) -> Any:
         def of_slice(leaves: Leaves) -> Any:

@@ -47,6 +47,8 @@ class Recovery:
     source: str | None = None
     slices: list[int] = field(default_factory=list)
     compiles: int = 0
+    warming: bool = False
+    """Whether what was compiled was on its way before it was needed."""
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
 
     @property
@@ -128,6 +130,7 @@ class Recoveries:
             self._add("restore", event.at - self._mark - event.compile_seconds)
             self._add("compile", event.compile_seconds)
             self.open.compiles += event.compiles
+            self.open.warming |= event.warming
             self._mark = event.at
 
     def _close(self, at: float) -> Recovery:

@@ -259,6 +259,7 @@ def recovery_block(recovery: Recovery, num_slices: int) -> Block:
         f"{plural(recovery.steps_lost, 'step')} lost, "
         f"{recovery.steps_abandoned} in flight abandoned, "
         f"{plural(recovery.compiles, 'program')} compiled"
+        f"{', on its way before' if recovery.warming else ''}"
     )
     share = f"{len(recovery.slices)} of {num_slices}"
     return Block(

@@ -170,17 +170,17 @@ class _Run:
             exact_from = recipe.num_steps + 1
         listeners = (self._display.step, *map(_row_hook, recipe.hooks))
         metrics = MetricsLog(path, exact_from, listeners)
-        log_path = self._directory.events if self._directory else None
-        log = EventLog(log_path, recipe.policy, os.getpid())
-        # A full disk costs the log, and not the run.
-        record = quiet(log.append)
+        events = self._directory.events if self._directory else None
+        log = EventLog(events, recipe.policy, os.getpid())
+        record = quiet(log.append)  # a full disk costs the log, and not the run
         saver, evaluations = self._saver(), self._evaluations()
         logs = (metrics, evaluations.log) if evaluations else (metrics,)
         if self._store:
             self._store.hold_while(lambda: _missing_rows(*logs))
+        feed = StreamFeed(self._stream, backend)
         driver = Driver(
             Arrays(self._program, backend, saver, recipe.policy),
-            StreamFeed(self._stream, backend),
+            feed,
             backend,
             recipe.policy,
             metrics,
@@ -195,7 +195,7 @@ class _Run:
         )
         self._display.started(self._info())
         with contextlib.ExitStack() as stack:
-            for closed in (metrics, log, saver, evaluations and evaluations.log):
+            for closed in (metrics, log, saver, feed, evaluations):
                 if closed:
                     stack.callback(closed.close)
             end = driver.run(Starting(), self._started(evaluations))

@@ -10,7 +10,7 @@ whose host memory is the process's own.
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
@@ -45,7 +45,8 @@ class Transfers(Protocol):
     """How arrays get to devices, from one to another, and to host memory and back."""
 
     def put(self, whole: Mapping[str, np.ndarray], shardings: Shardings) -> Leaves:
-        """Put arrays of this process on a mesh."""
+        """Put arrays of this process on a mesh. No two slices may be given the same part of one,
+        and nobody may write to them later: a device may share their memory."""
         ...
 
     def place(self, leaf: np.ndarray, sharding: NamedSharding) -> jax.Array:
@@ -118,13 +119,14 @@ def copy_to_host(
 
 
 class LocalTransfers:
-    """Transfers for devices of this process; see `to_devices`, `move` and `copy_to_host`."""
+    """Transfers for devices of this process; see `move` and `copy_to_host`."""
 
     def put(self, whole: Mapping[str, np.ndarray], shardings: Shardings) -> Leaves:
-        return to_devices(whole, shardings)
+        placed: Leaves = jax.device_put(dict(whole), dict(shardings))
+        return placed
 
     def place(self, leaf: np.ndarray, sharding: NamedSharding) -> jax.Array:
-        placed = jax.block_until_ready(_on_devices(leaf, sharding, _owned))
+        placed = jax.block_until_ready(_on_devices(leaf, sharding))
         gc.collect(0)  # JAX lets go of a numpy array that it shared when Python collects garbage
         return placed
 
@@ -145,26 +147,12 @@ class LocalTransfers:
         return {path: self.place(leaf, shardings[path]) for path, leaf in whole.items()}
 
 
-def to_devices(whole: Mapping[str, np.ndarray], shardings: Shardings) -> Leaves:
-    """Put host arrays on a mesh, each device with a buffer of its own.
-
-    `jax.device_put` of a replicated numpy array shares one buffer between all CPU devices, and
-    with the array itself; a copy for each device is what a real device would have.
-    """
-    return {path: _on_devices(array, shardings[path], _copy) for path, array in whole.items()}
-
-
-def _on_devices(
-    array: np.ndarray, sharding: NamedSharding, put: Callable[[np.ndarray, Any], jax.Array]
-) -> jax.Array:
-    # Device by device: JAX asks once for all that a replicated leaf is equal on, and shares it.
+def _on_devices(array: np.ndarray, sharding: NamedSharding) -> jax.Array:
+    # Device by device: `jax.device_put` of a replicated array shares one buffer between all CPU
+    # devices, and with the array itself.
     places = sharding.addressable_devices_indices_map(array.shape).items()
-    parts = [put(array[index], device) for device, index in places]
+    parts = [_owned(array[index], device) for device, index in places]
     return jax.make_array_from_single_device_arrays(array.shape, sharding, parts)
-
-
-def _copy(values: np.ndarray, device: Any) -> jax.Array:
-    return jax.device_put(np.array(values, copy=True), device)
 
 
 def _owned(values: np.ndarray, device: Any) -> jax.Array:

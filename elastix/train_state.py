@@ -21,6 +21,10 @@ from elastix.mesh import SLICE, ShardingRules, partition_spec
 Leaves = dict[str, Any]
 """The flat form: one raw array for each key path. Typed keys stand as their key data."""
 
+EXACT = {"xla_allow_excess_precision": False}
+"""Compiler options with which bits do not depend on the mesh: XLA may else leave out a rounding
+to bfloat16, and does so in the program of one device where it does not in that of two slices."""
+
 
 class TrainState(eqx.Module):
     """Model and optimizer arrays, the number of updates applied, and the base random key."""
@@ -132,7 +136,8 @@ class StateSpec:
             axis_names={SLICE},
             check_vma=False,
         )
-        return jax.jit(alone, out_shardings=self.shardings(rules, mesh)).lower()
+        shardings = self.shardings(rules, mesh)
+        return jax.jit(alone, out_shardings=shardings, compiler_options=EXACT).lower()
 
     def sha256(self, leaves: Mapping[str, np.ndarray]) -> str:
         """Hash of all leaves, sorted by path: `path NUL dtype NUL shape NUL` and the

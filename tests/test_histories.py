@@ -55,6 +55,10 @@ WORLDS = {
     "evaluations": Setting(replace(SMALL, eval_every=1), 2, 2, 2, FAULTS - {"silent"}),
     "resumed": Setting(SMALL, 2, 3, 3, frozenset({"lose", "rot", "preempt"}), on_disk=(1, 2)),
     "nothing on disk": Setting(SMALL, 2, 2, 2, FAULTS - {"rot", "disk full"}, durable=False),
+    "one checkpoint": Setting(
+        replace(SMALL, checkpoint_every=1, snapshot_every=1, keep_checkpoints=1),
+        *(2, 3, 2, frozenset({"lose", "preempt", "rot", "disk full"})),
+    ),
     "by time": Setting(CLOCK, 2, 2, 2, frozenset({"lose", "notice", "disk full"})),
     "by time and steps": Setting(
         replace(CLOCK, snapshot_every=1, checkpoint_every=2),

@@ -10,6 +10,8 @@ from elastix.machine import (
     TABLE,
     Abandon,
     Committed,
+    Compile,
+    Compiled,
     ControllerLost,
     DataFailed,
     Diagnosing,
@@ -21,6 +23,7 @@ from elastix.machine import (
     Failed,
     Finishing,
     Flap,
+    Growth,
     Leaving,
     Ledger,
     Policy,
@@ -62,7 +65,7 @@ from elastix.machine import (
 
 ALL = frozenset({0, 1, 2, 3})
 SEED = Source(Tier.SEED, 0)
-POLICY = Policy(snapshot_every=10, checkpoint_every=20, probe_every=5.0)
+POLICY = Policy(snapshot_every=10, checkpoint_every=20, probe_every=5.0, warm="off")
 EPOCH = 3
 
 
@@ -118,6 +121,14 @@ def finishing(step: int = 100, **changes) -> Finishing:
     return replace(Finishing(book, "done", ALL, name, step), **changes)
 
 
+def growing(mesh=ALL, **changes) -> Training:
+    """Slices 0 to 2 train, and the others answer; the executable for `mesh` is being made."""
+    stable = tuple(Stable(s, 2, 90.0) for s in sorted(ALL - slices(0, 1, 2)))
+    book = ledger(up=ALL, stable=stable)
+    state = training(45, 47, mesh=slices(0, 1, 2), ledger=book, growth=Growth(mesh))
+    return replace(state, **changes)
+
+
 def on(state: State, event: type[Event], policy: Policy = POLICY, at: float = 100.0, **fields):
     fields.setdefault("epoch", EPOCH)
     return transition(state, event(at=at, **fields), policy)
@@ -169,6 +180,13 @@ def training_probed():
     state, effects = on(training(45, 46, mesh=slices(0, 1), ledger=book), Probed, down=slices(2, 3))
     assert state.ledger.up == slices(0, 1)
     assert effects == (WakeAt(EPOCH, 105.0),)
+
+
+def training_compiled():
+    state, effects = on(growing(dispatched=45), Compiled, mesh=ALL)
+    source = Source(Tier.LIVE, 45, EPOCH, slices(0, 1, 2))
+    assert (state.mesh, state.source) == (ALL, source)
+    assert effects == (Prepare(EPOCH + 1, ALL, source),)
 
 
 def training_woke():
@@ -334,6 +352,10 @@ def training_step_stuck():
 def restoring_step_stuck():
     state, effects = on(restoring(), StepStuck, during="restoring")
     assert isinstance(state, Diagnosing) and effects == (Probe(EPOCH + 1, ALL),)
+
+
+def finishing_compiled():
+    assert on(finishing(), Compiled, mesh=ALL) == (finishing(), ())
 
 
 def finishing_step_stuck():
@@ -618,12 +640,18 @@ def test_a_returned_slice_is_taken_back_after_stable_probes_and_no_step_is_lost(
     state, effects = on(state, Probed, emptied=slices(3))
     assert effects == (WakeAt(EPOCH, 105.0),)
     state, effects = on(state, Probed, up=slices(3))
-    assert isinstance(state, Training) and effects == (), "the step in flight ends first"
+    assert isinstance(state, Training) and state.growth == Growth(ALL)
+    assert effects == (WakeAt(EPOCH, 105.0), Compile(EPOCH, ALL), RunStep(EPOCH, 47)), "goes on"
+    state, _ = on(state, Dispatched, step=47)
+    state, effects = on(state, Compiled, mesh=ALL)
+    assert isinstance(state, Training) and effects == (), "the steps in flight end first"
     state, effects = on(state, Committed, step=46)
+    assert effects == ()
+    state, effects = on(state, Committed, step=47)
     assert isinstance(state, Restoring) and state.mesh == ALL
-    assert state.source == Source(Tier.LIVE, 46, EPOCH, slices(0, 1, 2))
-    state, _ = on(state, Prepared, step=46, epoch=EPOCH + 1)
-    assert state.committed == 46 and all(s.tier is not Tier.LIVE for s in state.ledger.sources)
+    assert state.source == Source(Tier.LIVE, 47, EPOCH, slices(0, 1, 2))
+    state, _ = on(state, Prepared, step=47, epoch=EPOCH + 1)
+    assert state.committed == 47 and all(s.tier is not Tier.LIVE for s in state.ledger.sources)
 
 
 def test_a_slice_that_flaps_starts_its_stable_probes_again():
@@ -661,8 +689,7 @@ def test_a_slice_that_was_left_is_not_taken_back_before_its_time():
     assert isinstance(state, Training) and effects == (WakeAt(EPOCH, 135.0),)
     assert 1 not in state.ledger.up
     state, _ = on(state, Probed, at=161.0, up=slices(1))
-    state, _ = on(state, Committed, step=46)
-    assert isinstance(state, Restoring) and state.mesh == ALL, "the notice was wrong"
+    assert state.growth == Growth(ALL), "the notice was wrong"
     state, _ = on(before, Probed, at=110.0, emptied=slices(1))
     assert state.ledger.leaving == () and 1 in state.ledger.up, "it died, and came back"
 
@@ -718,7 +745,7 @@ def test_a_slice_that_flaps_is_taken_back_more_slowly_until_checkpoints_forgive_
         state, effects = on(state, Probed, emptied=slices(1))
         assert effects == (WakeAt(EPOCH, 105.0),), "two losses: four probes"
     state, effects = on(state, Probed, emptied=slices(1))
-    assert effects == ()
+    assert Compile(EPOCH, ALL) in effects
     state, _ = on(state, Saved, step=40)
     assert state.ledger.flaps == (Flap(1, 1),)
 

@@ -6,6 +6,7 @@ import jax
 import pytest
 
 from elastix.classification import SliceLostError
+from elastix.compile_cache import count_compiles
 from elastix.driver import Driver
 from elastix.machine import (
     Abandon,
@@ -459,16 +460,17 @@ class Compiling(GhostArrays):
     """Compiles two programs for each mesh that is new."""
 
     def compile(self, mesh):
-        if mesh not in self._compiled:
+        if self._compiles_of.begin(mesh).ready_at > self._backend.now():
             for _ in range(2):
                 event = "/jax/core/compile/backend_compile_duration"
                 jax.monitoring.record_event_duration_secs(event, 1.0)
-        super().compile(mesh)
+        return super().compile(mesh)
 
 
 def test_what_it_took_to_make_a_mesh_is_told():
     loss = Fault(Phase.SYNC, Kind.LOSS, slices=(1,), returns=3.0, after=4)
     policy = Policy(snapshot_every=2, probe_every=1.0)
+    count_compiles()
     events = watched(Schedule(3, 40, policy, (loss,), durable=False), arrays=Compiling).events
     told = [e for e in events if isinstance(e, Prepared)]
     assert [e.compiles for e in told] == [2, 2, 0]

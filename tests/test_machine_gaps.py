@@ -10,6 +10,7 @@ import pytest
 from elastix.machine import (
     Abandon,
     Committed,
+    Compile,
     DataFailed,
     Dispatched,
     Done,
@@ -17,6 +18,7 @@ from elastix.machine import (
     Failed,
     Finishing,
     Flap,
+    Growth,
     Leaving,
     Policy,
     PreemptionNoticed,
@@ -115,8 +117,8 @@ def test_a_save_is_abandoned_at_the_moment_of_a_regrow():
     book = writing(3, up=ALL, stable=(Stable(2, 1, 90.0),))
     before = training(46, mesh=slices(0, 1), ledger=book)
     state, effects = on(before, Probed, up=slices(2), down=slices(3))
-    assert isinstance(state, Restoring) and state.mesh == slices(0, 1, 2)
-    assert effects[0] == Abandon(EPOCH, 40) and isinstance(effects[1], Prepare)
+    assert isinstance(state, Training) and state.growth == Growth(slices(0, 1, 2))
+    assert effects[0] == Abandon(EPOCH, 40) and Compile(EPOCH, slices(0, 1, 2)) in effects
 
 
 def test_a_save_is_abandoned_by_a_loss_that_changes_nothing_else():
@@ -262,7 +264,7 @@ def test_a_slice_with_wrong_bits_is_not_waited_for_and_not_taken_back():
     assert state.ledger.up == slices(0, 2, 3)
     for _ in range(2):
         state, _ = on(state, Probed, up=slices(1, 3))
-    assert isinstance(state, Restoring) and state.mesh == slices(0, 2, 3)
+    assert state.growth == Growth(slices(0, 2, 3))
 
 
 def test_a_slice_that_died_is_not_one_whose_bits_differ():
@@ -525,7 +527,8 @@ def test_a_run_by_time_saves_as_often_as_it_says():
     ended = saves(6.0)
     assert len(ended) == 3 and all(6.0 <= b - a <= 6.0 + 3.5 for a, b in pairwise(ended[:-1]))
     ended = saves(1e-6, snapshot_every=1)
-    assert all(b - a < 2.6 for a, b in pairwise(ended[1:])), "continuous: without a pause"
+    pause = 1.3  # until the next snapshot, if the newest is on disk
+    assert all(b - a < 2.5 + pause for a, b in pairwise(ended[1:])), "continuous"
 
 
 # --- what must be kept ----------------------------------------------------------------------------

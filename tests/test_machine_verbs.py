@@ -17,6 +17,7 @@ from elastix.machine import (
     Failed,
     Finishing,
     Flap,
+    Growth,
     Leaving,
     PreemptionNoticed,
     Prepare,
@@ -50,6 +51,7 @@ from elastix.machine import (
 from elastix.machine.verbs import (
     advance,
     conclude,
+    grown,
     involved,
     joinable,
     keep_live,
@@ -218,7 +220,9 @@ def test_there_must_be_room_for_who_joins():
 
 
 def test_a_regrow_takes_the_stable_ones_and_nobody_else():
-    state, effects = regrow(beside(Stable(2, 2, 80.0), Stable(3, 1, 80.0)), POLICY)
+    before = beside(Stable(2, 2, 80.0), Stable(3, 1, 80.0))
+    assert grown(before, POLICY) == slices(0, 1, 2)
+    state, effects = regrow(before, slices(0, 1, 2))
     source = live(45, slices(0, 1))
     assert state == Restoring(
         ledger(epoch=EPOCH + 1, sources=(SEED, host(40), source)),
@@ -277,7 +281,13 @@ EVALS = replace(POLICY, eval_every=5)
         (training(45, 46, ledger=ledger(draining=True)), POLICY, None),
         (training(45, 46, ledger=ledger(leaving=(Leaving(1, 900.0),))), POLICY, None),
         (training(45, mesh=ALL - {1}, ledger=ledger(leaving=(Leaving(1, 9.0),))), POLICY, 46),
-        (replace(beside(Stable(2, 2, 80.0)), dispatched=46), POLICY, None),
+        (
+            replace(
+                beside(Stable(2, 2, 80.0)), dispatched=46, growth=Growth(slices(0, 1, 2), True)
+            ),
+            *(POLICY, None),
+        ),
+        (replace(beside(Stable(2, 2, 80.0)), growth=Growth(slices(0, 1, 2))), POLICY, 46),
     ],
 )
 def test_what_is_asked_for_next(state, policy, asked):

@@ -1,8 +1,14 @@
 """recipes/: they build, and their shapes fit together and onto their slices, on no device."""
 
 import json
-from dataclasses import replace
+import math
+import os
+import subprocess
+import sys
+from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,11 +20,13 @@ from elastix.data import Mixture, PackedRecords, PackedText, Text
 from elastix.mesh import FSDP, SLICE, TENSOR, partition_spec
 from elastix.overrides import override
 from elastix.recipe_loading import load_recipe
+from elastix.run_directory import RunDirectory
 from elastix.step import TrainStep, Work
 from elastix.train_state import StateSpec
 from recipes import pretrain_qwen3_0_6b, quickstart
 from tests.recipes import tiny
 
+ROOT = Path(__file__).resolve().parents[1]
 V5E_CHIP_BYTES = 16e9
 
 
@@ -107,6 +115,51 @@ def test_a_loss_with_some_arguments_given_has_an_identity():
     json.dumps(of(batch=1))
 
 
+@dataclass(frozen=True)
+class Holding:
+    """A model of anything."""
+
+    anything: Any
+
+    def build(self, key):
+        raise NotImplementedError
+
+
+def identity_in_a_process(hash_seed: int) -> str:
+    code = "from tests.test_recipes import *; print(of_a_set())"
+    environment = os.environ | {"PYTHONHASHSEED": str(hash_seed)}
+    command = [sys.executable, "-c", code]
+    return subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True
+    ).stdout
+
+
+def of_a_set() -> str:
+    return replace(tiny.recipe(), model=Holding({"q", "k", "v", "out"})).identity_sha256()
+
+
+def test_a_set_has_one_identity_in_every_process():
+    assert identity_in_a_process(1) == identity_in_a_process(2) == f"{of_a_set()}\n"
+
+
+def test_what_is_known_by_its_place_in_memory_alone_is_refused():
+    for value in (object(), [object()], {"x": object()}):
+        with pytest.raises(ValueError, match="holds <object object at 0x.*a frozen dataclass"):
+            replace(tiny.recipe(), model=Holding(value)).identity()
+
+
+def test_values_that_compare_oddly_are_the_same_only_if_they_are(tmp_path):
+    def take_up(value):
+        recipe = replace(tiny.recipe(), model=Holding(value))
+        RunDirectory.open(tmp_path, recipe, {}, {}).close()
+
+    take_up([math.nan, True, 1])
+    take_up([math.nan, True, 1.0])
+    for other in ([math.nan, 1, 1], [0.0, True, 1], [math.nan, True], [math.nan, True, True]):
+        with pytest.raises(ValueError, match=r"another recipe \(model.anything was"):
+            take_up(other)
+
+
 def test_microbatches_split_a_replica_and_are_part_of_the_identity():
     one = tiny.recipe()  # two examples in a replica
     two = override(one, ["--microbatches", "2"])
@@ -128,3 +181,13 @@ def test_where_the_data_lie_and_how_far_ahead_they_are_read_is_no_part_of_the_id
     assert of(Mixture((here,))) == of(Mixture((replace(here, prefetch=4),), prefetch=1))
     assert of(PackedRecords("a")) == of(PackedRecords("b", prefetch=0))
     assert of(Text()) == of(Text(("x.txt",))) != of(Text(seq_len=9))
+
+
+def test_not_every_set_of_very_many_slices_can_be_compiled_for():
+    recipe = tiny.recipe()
+    of_all = replace(recipe, policy=replace(recipe.policy, warm="all"), global_batch=24)
+    of_all.check_slices(4)
+    many = replace(of_all, num_replicas=12)
+    with pytest.raises(ValueError, match="would compile for 4095 sets of 12 slices"):
+        many.check_slices(12)
+    replace(many, policy=replace(many.policy, min_slices=11)).check_slices(12)

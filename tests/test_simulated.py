@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 from elastix.backends import Health
 from elastix.backends.simulated import SimulatedBackend, VirtualClock, overwrite
 from elastix.faults import Lose, Return, Script, parse, validate
-from elastix.snapshots import copy_to_host, move, to_devices
+from elastix.snapshots import LocalTransfers, copy_to_host, move
 
 VALUES = np.arange(16, dtype=np.float32).reshape(4, 4)
 
@@ -26,6 +26,11 @@ def sharding(backend: SimulatedBackend, slices, spec=P("fsdp")) -> NamedSharding
     return NamedSharding(Mesh(grid, ("slice", "fsdp")), spec)
 
 
+def placed(whole, shardings):
+    """Leaves of a train state, each device with a buffer of its own."""
+    return {path: LocalTransfers().place(leaf, shardings[path]) for path, leaf in whole.items()}
+
+
 def on_slice(array: jax.Array, backend: SimulatedBackend, slice_id: int) -> np.ndarray:
     shards = [s for s in array.addressable_shards if s.device in backend.devices[slice_id]]
     return np.concatenate([np.asarray(s.data).reshape(-1) for s in shards])
@@ -35,7 +40,7 @@ def on_slice(array: jax.Array, backend: SimulatedBackend, slice_id: int) -> np.n
 def test_a_lost_slice_holds_nothing_but_poison_and_the_others_are_untouched(dtype):
     sim = backend()
     whole = {"x": VALUES.astype(dtype)}
-    array = to_devices(whole, {"x": sharding(sim, [0, 1, 2, 3])})["x"]
+    array = placed(whole, {"x": sharding(sim, [0, 1, 2, 3])})["x"]
     sim.lose(1)
     dead = on_slice(array, sim, 1).astype(np.float32)
     assert np.isnan(dead).all() or (dead == -1).all()
@@ -47,7 +52,7 @@ def test_a_lost_slice_holds_nothing_but_poison_and_the_others_are_untouched(dtyp
 def test_results_of_what_was_in_flight_die_too_and_random_keys():
     sim = backend()
     key = jax.device_put(jax.random.key(3), sim.devices[1][0])
-    state = to_devices({"x": VALUES}, {"x": sharding(sim, [0, 1])})["x"]
+    state = placed({"x": VALUES}, {"x": sharding(sim, [0, 1])})["x"]
     result = jax.jit(lambda x: jnp.cumsum(x @ x.T))(state)
     sim.lose(1)
     assert np.isnan(on_slice(result, sim, 1)).all()
@@ -56,7 +61,7 @@ def test_results_of_what_was_in_flight_die_too_and_random_keys():
 
 def test_the_host_copies_of_a_lost_slice_die_with_it():
     sim = backend()
-    leaves = to_devices({"x": VALUES}, {"x": sharding(sim, [0, 1])})
+    leaves = placed({"x": VALUES}, {"x": sharding(sim, [0, 1])})
     for slice_id in (0, 1):
         copy = copy_to_host(leaves, frozenset(sim.devices[slice_id]), 5, {})
         sim.host_memory(slice_id)[5] = copy
@@ -70,7 +75,7 @@ def test_the_host_copies_of_a_lost_slice_die_with_it():
 
 def test_code_that_reads_dead_memory_gets_nan_and_code_that_reads_survivors_does_not():
     sim = backend()
-    leaves = to_devices({"x": VALUES}, {"x": sharding(sim, [0, 1, 2])})
+    leaves = placed({"x": VALUES}, {"x": sharding(sim, [0, 1, 2])})
     sim.lose(0)
     target = {"x": sharding(sim, [1, 2, 3])}
     cheat = move(leaves, frozenset(sim.devices[0]), target)
@@ -82,7 +87,7 @@ def test_code_that_reads_dead_memory_gets_nan_and_code_that_reads_survivors_does
 
 def test_survivors_keep_their_buffers_and_only_new_devices_copy():
     sim = backend()
-    leaves = to_devices({"x": VALUES}, {"x": sharding(sim, [0, 1, 2])})
+    leaves = placed({"x": VALUES}, {"x": sharding(sim, [0, 1, 2])})
     donors = frozenset(sim.devices[1] + sim.devices[2])
     moved = move(leaves, donors, {"x": sharding(sim, [1, 2, 3])})["x"]
     before = {s.device: s.data.unsafe_buffer_pointer() for s in leaves["x"].addressable_shards}
@@ -98,7 +103,7 @@ def test_survivors_keep_their_buffers_and_only_new_devices_copy():
 def test_each_device_has_a_buffer_of_its_own(spec, size):
     sim = backend()
     whole = {"x": np.ones((size, 16), np.float32)}
-    array = to_devices(whole, {"x": sharding(sim, [0, 1, 2, 3], spec)})["x"]
+    array = placed(whole, {"x": sharding(sim, [0, 1, 2, 3], spec)})["x"]
     assert len({s.data.unsafe_buffer_pointer() for s in array.addressable_shards}) == 8
 
 
@@ -114,7 +119,7 @@ def test_an_array_whose_buffer_is_shared_between_slices_is_refused():
 
 def test_a_read_raises_data_loss_and_a_dispatch_only_if_the_loss_surfaces_there():
     sim = backend()
-    result = to_devices({"x": VALUES}, {"x": sharding(sim, [0, 1])})["x"]
+    result = placed({"x": VALUES}, {"x": sharding(sim, [0, 1])})["x"]
     sim.lose(1, surfaces="read")
     sim.check([0, 1])
     with pytest.raises(jax.errors.JaxRuntimeError, match=r"^DATA_LOSS: slice 1 is gone"):
@@ -127,7 +132,7 @@ def test_a_read_raises_data_loss_and_a_dispatch_only_if_the_loss_surfaces_there(
 
 def test_a_slice_that_came_back_unseen_has_lost_what_was_in_flight():
     sim = backend()
-    result = to_devices({"x": VALUES}, {"x": sharding(sim, [0, 1])})["x"]
+    result = placed({"x": VALUES}, {"x": sharding(sim, [0, 1])})["x"]
     sim.lose(1)
     sim.give_back(1)
     for touch in (lambda: sim.read(result, [0, 1], 60.0), lambda: sim.check([0, 1])):
@@ -139,7 +144,7 @@ def test_a_slice_that_came_back_unseen_has_lost_what_was_in_flight():
 
 def test_what_was_read_survives_the_loss_of_the_slice():
     sim = backend()
-    result = to_devices({"x": VALUES}, {"x": sharding(sim, [0])})["x"]
+    result = placed({"x": VALUES}, {"x": sharding(sim, [0])})["x"]
     value = sim.read(result, [0], 60.0)
     sim.lose(0)
     np.testing.assert_array_equal(value, VALUES)

@@ -90,6 +90,38 @@ def test_what_an_abandoned_save_left_is_removed_before_another_save_of_the_step(
     assert result.violation is None and result.ends[-1].outcome == "done"
 
 
+def test_nothing_older_goes_for_a_save_that_is_abandoned_while_it_is_written():
+    """Of one checkpoint that is kept, none was left."""
+    faults = (
+        Fault(Phase.SYNC, Kind.LOSS, slices=(0,)),
+        Fault(Phase.DATA, Kind.ROT),
+        Fault(Phase.EVALUATION, Kind.UNAVAILABLE),
+        Fault(Phase.DATA, Kind.NOTICE, slices=(1,), warning=15.0),
+        Fault(Phase.DISPATCH, Kind.LOSSES, slices=(1, 2), returns=20.0),
+        Fault(Phase.SYNC, Kind.LOSS, slices=(2,)),
+        Fault(Phase.EVALUATION, Kind.PREEMPTION, visit=2),
+        Fault(Phase.EVALUATION, Kind.UNSEEN, visit=4, slices=(0,)),
+    )
+    policy = Policy(checkpoint_every=1, keep_checkpoints=1, eval_every=1)
+    schedule = Schedule(3, 9, policy, faults=faults, save_seconds=6.0, on_disk=(3, 8))
+    assert simulate(schedule).violation is None
+
+
+def test_slices_that_die_between_their_copy_and_its_publication_hold_nothing():
+    few = Fault(Phase.SAVE, Kind.LOSSES, slices=(1, 5, 7))
+    rest = Fault(Phase.SNAPSHOT, Kind.LOSSES, visit=25, slices=(0, 2, 3, 4, 6))
+    result = simulate(Schedule(8, 1, faults=(few, rest)))
+    assert result.violation is None and result.ends[-1].outcome == "done"
+
+
+def test_a_disk_that_stalls_at_the_end_may_keep_the_final_state_to_itself():
+    """It is durable, and nobody else answers: the summary cannot tell its hash."""
+    slow = Fault(Phase.RESTORE, Kind.STALL, returns=300.0)
+    silent = Fault(Phase.SAVE, Kind.SILENT, visit=3, slices=(0,))
+    result = simulate(Schedule(1, 1, Policy(deadline=600.0), faults=(slow, silent)))
+    assert result.violation is None
+
+
 def test_a_run_may_jump_ahead_to_a_checkpoint_that_was_written_meanwhile():
     """An older one was restored while it was being written: nothing is lost by the jump."""
     faults = (

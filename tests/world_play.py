@@ -22,6 +22,8 @@ from typing import Any
 from elastix.machine import (
     Abandon,
     Committed,
+    Compile,
+    Compiled,
     ControllerLost,
     DataFailed,
     Dispatched,
@@ -161,6 +163,9 @@ class Play(Asking):
         """The driver has nothing to start: it is woken, reads a step, or evaluates."""
         if w.wake:
             yield "wake", self.answer(w._replace(wake=False), Woke)
+        if w.compiling:
+            ready = self.sets[w.compiling]
+            yield "compiled", self.answer(w._replace(compiling=0), Compiled, mesh=ready)
         if w.inflight:
             yield from self.guarded(w, self.commit(w), "read")
         elif w.evaluating >= 0:
@@ -241,6 +246,8 @@ class Play(Asking):
         unpublished = w.unpublished
         if isinstance(said, Snapshotted):
             unpublished &= ~(1 << said.step)
+        if isinstance(said, Saved) and not self.given_up(w.machine, said):
+            w = self.retired(w, said.step)
         if lost and getattr(said, "corrupt", False):
             w = w._replace(condemned=w.condemned | lost)
             w = retracted(w, trusted_step(self.values[w.machine]))
@@ -266,6 +273,8 @@ class Play(Asking):
                     w = self.abandon(w, effect)
                 case WakeAt():
                     w = w._replace(wake=True)
+                case Compile():
+                    w = w._replace(compiling=mask_of(effect.mesh))
                 case Evaluate():
                     w = w._replace(evaluating=effect.step)
                 case _:
@@ -474,10 +483,9 @@ class Play(Asking):
         if not w.memory[save.step] & holder:
             yield "save fails", self.unsaved(w, save, 0)
             return
-        steps = [s for s in range(len(w.memory)) if (w.disk | 1 << save.step) >> s & 1]
-        kept = sum(1 << s for s in steps[-self.policy.keep_checkpoints :])
         done = self.told(w, Saved, save.epoch, step=save.step)
-        disk = w.disk if abandoned else kept  # what an abandoned save writes is removed behind it
+        # What an abandoned save writes is removed behind it.
+        disk = w.disk if abandoned else w.disk | 1 << save.step
         yield "save", w._replace(answers=(*w.answers, done), disk=disk)
         if abandoned:
             yield "save fails", self.unsaved(w, save, 0)
@@ -485,6 +493,12 @@ class Play(Asking):
             yield "disk full", self.unsaved(_spend(w), save, 0)
         if self.may(w, "silent"):
             yield "save: silent", self.unsaved(_spend(w), save, holder)
+
+    def retired(self, w: World, step: int) -> World:
+        """The oldest go when it is known that `step` counts."""
+        steps = [s for s in range(len(w.memory)) if w.disk >> s & 1]
+        kept = {*steps[-self.policy.keep_checkpoints :], *range(step, len(w.memory))}
+        return w._replace(disk=w.disk & sum(1 << s for s in kept))
 
     def unsaved(self, w: World, save: Save, lost: int) -> World:
         said = {"step": save.step, "reason": "x", "lost": self.sets[lost]}
@@ -516,7 +530,7 @@ def _spend(w: World) -> World:
 
 
 def _new_epoch(w: World, epoch: int) -> World:
-    return w._replace(epoch=epoch, inflight=(), evaluating=-1, wake=False, batch=-1)
+    return w._replace(epoch=epoch, inflight=(), evaluating=-1, wake=False, batch=-1, compiling=0)
 
 
 def _lose(w: World, slices: int) -> World:

@@ -25,6 +25,7 @@ from elastix.machine import (
     Snapshotted,
     Starting,
     State,
+    Warm,
     is_stale,
     named_snapshots,
     names_train_state,
@@ -127,6 +128,8 @@ class World(NamedTuple):
     """The last batch that was read, -1 if the stream is to be opened anew."""
     evaluating: int = -1
     wake: bool = False
+    compiling: int = 0
+    """The mesh that executables are made for in the background; 0 if none is."""
     connected: bool = True
     condemned: int = 0
     """The slices that the machine was told hold wrong bits."""
@@ -213,7 +216,8 @@ class Asking:
         book, back = self.book, inverse(perm)
         state, said = (self.values[book.renumbered(n, perm)] for n in (machine, event))
         after, effects = self.setting.rules(state, said, self.policy)
-        todo = tuple(book.renumbered(book.number(e), back) for e in effects)
+        asked = (e for e in effects if not isinstance(e, Warm))  # which changes nothing here
+        todo = tuple(book.renumbered(book.number(e), back) for e in asked)
         return Outcome(book.renumbered(book.number(after), back), todo)
 
     def freed(self, w: World) -> World:
@@ -259,14 +263,16 @@ class Asking:
             mesh=masks[w.mesh],
             told=masks[w.told],
             condemned=masks[w.condemned],
+            compiling=masks[w.compiling],
         )
 
     def lanes(self, w: World) -> list[tuple[Any, Any]]:
         """All that is said of each slice: by the world, and by the machine and the messages."""
-        key = (w.up, w.emptied, w.hung, w.mesh, w.told, w.condemned, w.memory, w.device)
+        masks = (w.up, w.emptied, w.hung, w.mesh, w.told, w.condemned, w.compiling)
+        key = (*masks, w.memory, w.device)
         bits = self._bits.get(key)
         if bits is None:
-            sets = (*key[:6], *w.memory, *(m for d in w.device for m in d[3:]))
+            sets = (*masks, *w.memory, *(m for d in w.device for m in d[3:]))
             each = range(self.setting.num_slices)
             bits = tuple(sum((m >> s & 1) << i for i, m in enumerate(sets)) for s in each)
             self._bits[key] = bits

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import Future
 from enum import StrEnum
 from typing import Any, Protocol
 
@@ -42,6 +43,11 @@ class Backend(Protocol):
 
     def idle(self, seconds: float) -> None:
         """Let up to `seconds` pass while nothing trains; may return early."""
+        ...
+
+    def ended(self, jobs: Sequence[Future[Any]]) -> bool:
+        """Whether all of this work in the background is over. Where time is virtual none passes
+        meanwhile, so there it is waited for."""
         ...
 
     def probe(self, slices: Iterable[int], deadline: float) -> dict[int, Health]:

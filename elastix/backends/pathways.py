@@ -77,6 +77,9 @@ class PathwaysBackend:
 
     # --- health -----------------------------------------------------------------------------
 
+    def ended(self, jobs: Sequence[Future[Any]]) -> bool:
+        return all(job.done() for job in jobs)
+
     def probe(self, slices: Iterable[int], deadline: float) -> dict[int, Health]:
         self._resume()
         health = self._canaries.ask(slices, deadline)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import ctypes
 import time
 from collections.abc import Iterable, Sequence
+from concurrent.futures import Future, wait
 from typing import Any, Protocol
 
 import jax
@@ -26,7 +27,9 @@ _POISON = 0xFF
 
 
 class Clock(Protocol):
-    """Seconds, and how they pass."""
+    """Seconds, and how they pass: by themselves, if it is `real`."""
+
+    real: bool
 
     def now(self) -> float: ...
 
@@ -35,6 +38,8 @@ class Clock(Protocol):
 
 class RealClock:
     """The machine's monotonic clock, from 0."""
+
+    real = True
 
     def __init__(self) -> None:
         self._start = time.monotonic()
@@ -48,6 +53,8 @@ class RealClock:
 
 class VirtualClock:
     """A clock that passes only while somebody sleeps: no test waits."""
+
+    real = False
 
     def __init__(self) -> None:
         self._now = 0.0
@@ -123,6 +130,11 @@ class SimulatedBackend:
         self.script.idled(self.now() - before)
         self._strike_timed()
         self._bring_back(self.script.returns_due())
+
+    def ended(self, jobs: Sequence[Future[Any]]) -> bool:
+        if not self._clock.real:
+            wait(jobs)
+        return all(job.done() for job in jobs)
 
     def dispatched(self, step: int, slices: Iterable[int]) -> None:
         self._strike(self.script.dispatched(step))

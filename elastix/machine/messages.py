@@ -68,13 +68,22 @@ class Probed(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prepared(Event):
-    """State and executable are ready on the mesh that was asked for. The seconds and compiles
-    are for the reader of the log; no rule looks at them."""
+    """State and executable are ready on the mesh that was asked for. The rest is for the reader of
+    the log, and no rule looks at it: `warming`, whether the executable was on its way already."""
 
     step: int
     restore_seconds: float = 0.0
     compile_seconds: float = 0.0
     compiles: int = 0
+    warming: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Compiled(Event):
+    """The executables for `mesh` are ready. If one cannot be made, the Prepare that follows is
+    answered so."""
+
+    mesh: Slices
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -195,6 +204,22 @@ class Prepare(Effect):
 
     mesh: Slices
     source: Source
+
+
+@dataclass(frozen=True, slots=True)
+class Compile(Effect):
+    """Make the executables for `mesh` in the background, before any that are warmed. One that is
+    never ready costs the regrow, and not the run. Answer: Compiled."""
+
+    mesh: Slices
+
+
+@dataclass(frozen=True, slots=True)
+class Warm(Effect):
+    """Make the executables for these sets in the background, in this order, one at a time; what
+    was to be warmed before, and was not begun, is forgotten. No answer."""
+
+    sets: tuple[Slices, ...]
 
 
 @dataclass(frozen=True, slots=True)

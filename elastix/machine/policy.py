@@ -33,6 +33,13 @@ class Policy:
     `inflight` more device copies of the state, redoes nothing) or to the last host snapshot."""
     inflight: int = 2
     """Steps dispatched before the oldest one is read."""
+    warm: Literal["off", "next", "all"] = "next"
+    """Which sets of slices to compile for in the background, one at a time: those that one loss or
+    one return leads to (`next`), all that can be trained on, the nearest first (`all`), or none
+    (`off`): then a set is compiled for when it is needed."""
+    compiled_bytes: int = 4 * 2**30
+    """Most bytes of compiled programs to keep; those of the set that was used least recently go
+    first."""
     snapshot_every: int = 10
     """Steps between host-memory snapshots: at most this many are redone after a loss."""
     checkpoint_every: int = 100
@@ -102,6 +109,7 @@ class Policy:
         self._at_least("eval_every", 0)
         self._at_least("max_losses", 1)
         self._at_least("stable_probes", 1)
+        self._at_least("compiled_bytes", 0)
         self._at_least("patience", 0)
         self._at_least("grace", 0)
         self._at_least("deadline", 0)
@@ -118,6 +126,7 @@ class Policy:
                 "there is a loss to tell the best by, or set keep_best=0"
             )
         self._one_of("lookback", ("live", "host"))
+        self._one_of("warm", ("off", "next", "all"))
         self._one_of("on_nonfinite", ("fail", "continue"))
 
     def _at_least(self, field: str, low: int) -> None:

@@ -23,13 +23,13 @@ from elastix.machine.ledger import (
 )
 from elastix.machine.messages import (
     Committed,
+    Compiled,
     ControllerLost,
     DataFailed,
     Dispatched,
     Evaluate,
     Evaluated,
     Event,
-    PreemptionNoticed,
     Prepared,
     Probe,
     Probed,
@@ -53,7 +53,7 @@ from elastix.machine.values import (
     Diagnosing,
     Failed,
     Finishing,
-    Leaving,
+    Growth,
     Ledger,
     Live,
     ProtocolError,
@@ -69,6 +69,7 @@ from elastix.machine.verbs import (
     Step,
     advance,
     conclude,
+    grow,
     keep_live,
     lose,
     restore,
@@ -76,7 +77,9 @@ from elastix.machine.verbs import (
     stop,
     wants_regrow,
     watch,
+    without_evaluation,
 )
+from elastix.machine.warming import warm
 
 # --- rules, one for each (state, event) that can happen -----------------------------------------
 
@@ -111,7 +114,9 @@ def prepared(state: Restoring, event: Prepared, policy: Policy) -> Step:
     owed = None if covered else step
     training = Training(ledger, state.mesh, step, step, name, step, owed)
     nxt, more = advance(training, event, policy)
-    return nxt, effects + more + (watch(nxt) if isinstance(nxt, Training) else NONE)
+    if isinstance(nxt, Training):
+        more = (*more, *watch(nxt), *warm(nxt, policy))
+    return nxt, effects + more
 
 
 def fall_back(state: Restoring, event: SnapshotMissing | RestoreFailed, policy: Policy) -> Step:
@@ -139,6 +144,8 @@ def dispatch(state: Training, event: Dispatched, policy: Policy) -> Step:
         state.train_state,
         state.iterator_state,
         owed,
+        None,
+        state.growth,
     )
     return advance(state, event, policy)
 
@@ -156,7 +163,15 @@ def commit(state: Training, event: Committed, policy: Policy) -> Step:
     ledger = progressed(state.ledger)
     # Written out: `replace` takes twice as long, and this is the most frequent rule.
     state = Training(
-        ledger, state.mesh, step, state.dispatched, name, step, state.owed, state.asked
+        ledger,
+        state.mesh,
+        step,
+        state.dispatched,
+        name,
+        step,
+        state.owed,
+        state.asked,
+        state.growth,
     )
     return advance(state, event, policy)
 
@@ -207,10 +222,21 @@ def probed(state: Training, event: Probed, policy: Policy) -> Step:
     outside = (event.up | event.emptied) - state.mesh
     stable = tuple(steadier(state.ledger, s, event.at, policy) for s in sorted(outside))
     state = replace(state, ledger=replace(ledger, stable=stable))
+    wake = WakeAt(ledger.epoch, event.at + policy.probe_every)
     if wants_regrow(state, policy):
+        state, asked = grow(state, policy)
         nxt, more = advance(state, event, policy)
+        # Those to be taken back may be lost again before they are.
+        more = (wake, *asked, *more) if isinstance(nxt, Training) else more
         return nxt, effects + more
-    return state, (*effects, WakeAt(ledger.epoch, event.at + policy.probe_every))
+    return replace(state, growth=None), (*effects, wake)
+
+
+def compiled(state: Training, event: Compiled, policy: Policy) -> Step:
+    """The mesh to grow onto can be trained on; the steps in flight are read before."""
+    if state.growth is None or state.growth.mesh != event.mesh:
+        return state, NONE  # the slices it was made for are not there any more
+    return advance(replace(state, growth=Growth(event.mesh, True)), event, policy)
 
 
 def woke(state: Training, event: Woke, policy: Policy) -> Step:
@@ -312,32 +338,3 @@ def controller_lost(state: Live, event: ControllerLost, policy: Policy) -> Step:
     """Without its devices the process can only end; the durable tier stays."""
     reason = f"the controller lost its devices ({event.reason})"
     return Failed(reason, resumable=True), NONE
-
-
-def preempt(state: Live, event: PreemptionNoticed, policy: Policy) -> Step:
-    """Leave the slices that will be taken away; if none is named, end the run."""
-    if not event.slices:
-        return drain(state, event, policy)
-    ledger = state.ledger
-    named = event.slices & ledger.slices
-    others = (n for n in ledger.leaving if n.slice_id not in named)
-    leaving = (*others, *(Leaving(s, event.until) for s in sorted(named)))
-    state = replace(state, ledger=replace(ledger, up=ledger.up - named, leaving=leaving))
-    if not isinstance(state, Training):
-        return state, NONE
-    return advance(without_evaluation(state) if named & state.mesh else state, event, policy)
-
-
-def drain(state: Live, event: PreemptionNoticed, policy: Policy) -> Step:
-    """Dispatch nothing more; the last answer in flight ends the run."""
-    state = replace(state, ledger=replace(state.ledger, draining=True))
-    if isinstance(state, Waiting):
-        return stop(state.ledger, None)
-    if not isinstance(state, Training):
-        return state, NONE
-    return advance(without_evaluation(state), event, policy)
-
-
-def without_evaluation(state: Training) -> Training:
-    """No evaluation is waited for: it is on record, or will be due again."""
-    return replace(state, asked=None) if isinstance(state.asked, Evaluate) else state

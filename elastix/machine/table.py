@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from elastix.machine.leaving import preempt
 from elastix.machine.ledger import (
     NONE,
 )
 from elastix.machine.messages import (
     Committed,
+    Compiled,
     ControllerLost,
     DataFailed,
     Dispatched,
@@ -34,6 +36,7 @@ from elastix.machine.policy import (
 )
 from elastix.machine.rules import (
     commit,
+    compiled,
     controller_lost,
     data_failed,
     diagnosed,
@@ -41,7 +44,6 @@ from elastix.machine.rules import (
     evaluated,
     fall_back,
     finishing_probed,
-    preempt,
     prepared,
     probed,
     program_failed,
@@ -84,6 +86,7 @@ TABLE: dict[tuple[type, type], Rule] = {
     (Training, Evaluated): evaluated,
     (Training, Probed): probed,
     (Training, Woke): woke,
+    (Training, Compiled): compiled,
     (Training, DataFailed): data_failed,
     (Waiting, Probed): waiting_probed,
     (Waiting, Woke): waiting_woke,
@@ -95,6 +98,7 @@ TABLE: dict[tuple[type, type], Rule] = {
     (Finishing, DataFailed): too_late,
     (Finishing, Probed): finishing_probed,
     (Finishing, Woke): too_late,
+    (Finishing, Compiled): too_late,
     (Diagnosing, Probed): diagnosed,
     (Diagnosing, Tried): tried,
     (Diagnosing, StepStuck): stuck_alone,

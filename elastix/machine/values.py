@@ -99,6 +99,14 @@ class Flap:
     losses: int
 
 
+@dataclass(frozen=True, slots=True)
+class Growth:
+    """A mesh that takes slices back: training goes on until its executables are `ready`."""
+
+    mesh: Slices
+    ready: bool = False
+
+
 # --- states --------------------------------------------------------------------------------
 
 
@@ -162,6 +170,8 @@ class Training:
     """The dispatched step whose host snapshot must be published before the next one runs."""
     asked: RunStep | Snapshot | Evaluate | None = None
     """The effect in the foreground that has not been answered yet: there is at most one."""
+    growth: Growth | None = None
+    """The mesh to be trained on next, if slices outside are there to be taken back."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,6 +24,7 @@ from elastix.machine.ledger import (
     save_at,
 )
 from elastix.machine.messages import (
+    Compile,
     Evaluate,
     Event,
     Prepare,
@@ -38,6 +39,7 @@ from elastix.machine.values import (
     Done,
     Failed,
     Finishing,
+    Growth,
     Ledger,
     Live,
     Restoring,
@@ -102,10 +104,9 @@ def lose(state: Live, slices: Slices, event: Event, policy: Policy) -> Step:
     return nxt, effects + more
 
 
-def regrow(state: Training, policy: Policy) -> Step:
+def regrow(state: Training, mesh: Slices) -> Step:
     """Move the committed state, as it is, onto a mesh that takes the stable slices back."""
-    able = replace(state.ledger, up=joinable(state, policy) | state.mesh)
-    return restore(with_live(state, state.mesh), choose_mesh(able, state.mesh, policy))
+    return restore(with_live(state, state.mesh), mesh)
 
 
 def leave(state: Training, event: Event, policy: Policy) -> Step:
@@ -173,6 +174,21 @@ def wants_regrow(state: Training, policy: Policy) -> bool:
     return room and bool(joinable(state, policy))
 
 
+def grown(state: Training, policy: Policy) -> Slices:
+    """The mesh that takes the stable slices back: what it is being made ready for, if it can."""
+    able = replace(state.ledger, up=joinable(state, policy) | state.mesh)
+    members = state.growth.mesh if state.growth else state.mesh
+    return choose_mesh(able, members, policy)
+
+
+def grow(state: Training, policy: Policy) -> tuple[Training, Effects]:
+    """Have the mesh that takes the stable slices back made ready, if that was not asked for yet."""
+    mesh = grown(state, policy)
+    if state.growth and state.growth.mesh == mesh:
+        return state, NONE
+    return replace(state, growth=Growth(mesh)), (Compile(state.ledger.epoch, mesh),)
+
+
 def watch(state: Training) -> Effects:
     """Ask for the slices outside the mesh, if there are any."""
     outside = state.ledger.slices - state.mesh
@@ -221,10 +237,19 @@ def advance(state: Training, event: Event, policy: Policy) -> Step:
     if due:
         return ask(state, Evaluate(ledger.epoch, state.dispatched)) if drained else (state, NONE)
     if wants_regrow(state, policy):
-        return regrow(state, policy) if drained else (state, NONE)
+        state, effects = grow(state, policy)
+        if state.growth and state.growth.ready:
+            return regrow(state, state.growth.mesh) if drained else (state, NONE)
+        nxt, more = run_on(state, policy)
+        return nxt, effects + more
+    return run_on(state, policy)
+
+
+def run_on(state: Training, policy: Policy) -> Step:
+    """The next step, unless as many as may be are in flight."""
     if state.dispatched - state.committed == policy.inflight:
         return state, NONE
-    return ask(state, RunStep(ledger.epoch, state.dispatched + 1))
+    return ask(state, RunStep(state.ledger.epoch, state.dispatched + 1))
 
 
 def ask(state: Training, effect: RunStep | Snapshot | Evaluate) -> Step:
@@ -237,8 +262,14 @@ def ask(state: Training, effect: RunStep | Snapshot | Evaluate) -> Step:
         state.iterator_state,
         state.owed,
         effect,
+        state.growth,
     )
     return asking, (effect,)
+
+
+def without_evaluation(state: Training) -> Training:
+    """No evaluation is waited for: it is on record, or will be due again."""
+    return replace(state, asked=None) if isinstance(state.asked, Evaluate) else state
 
 
 def finish(state: Training, why: str) -> Step:

@@ -7,7 +7,7 @@ for them, so that the same schedule gives the same events.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -24,9 +24,10 @@ from elastix.machine import Policy, Slices, Source
 from elastix.program import Batch, Program
 from elastix.progress import Progress
 from elastix.saver import Saver
+from elastix.testing.compiles import TimedCompiles
 from elastix.testing.ghost_backend import STEP_SECONDS, ask
 from elastix.testing.ghost_saver import GhostSaver
-from elastix.testing.ghosts import COMPILE_SECONDS, RESTORE_SECONDS, SNAPSHOT_SECONDS
+from elastix.testing.ghosts import RESTORE_SECONDS, SNAPSHOT_SECONDS
 from elastix.testing.schedules import ERRORS, Kind, Phase
 from elastix.testing.world import World, expected
 
@@ -44,6 +45,9 @@ class ArrayBackend(SimulatedBackend):
         for slice_id in emptied:
             self.give_back(slice_id)
         world.emptied.update(emptied)
+
+    def ended(self, jobs: Sequence[Any]) -> bool:
+        return all(job.done() for job in jobs)  # at some second of the world's clock
 
     def idle(self, seconds: float) -> None:
         self._world.idle(seconds)
@@ -108,18 +112,24 @@ class PointedArrays(Arrays):
     def __init__(self, world: World, program: Program, backend: ArrayBackend, saver: Saver | None):
         super().__init__(program, backend, saver, world.schedule.policy)
         self._world = world
-        self._compiled: set[Slices] = set()
+        self._compiles_of = TimedCompiles(world)
         self._first: int | None = None
 
-    def compile(self, mesh: Slices) -> None:
+    def compile(self, mesh: Slices) -> bool:
+        warming = self._compiles_of.is_making(mesh)
         with self._world.within(self._world.restoring):
             self._world.point(Phase.COMPILE, raises=ERRORS)
             self._world.stall(Phase.COMPILE, self._policy.prepare_deadline, "compiling")
             super().compile(mesh)
-            if mesh not in self._compiled:
-                self._world.pass_time(COMPILE_SECONDS)
+            self._compiles_of.wait(mesh)
             self._world.point(Phase.COMPILE, raises=ERRORS)
-        self._compiled.add(mesh)
+        return warming
+
+    def compiling(self, mesh: Slices) -> Sequence[Any]:
+        return [self._compiles_of.begin(mesh, super().compiling(mesh))]
+
+    def warm(self, sets: Sequence[Slices]) -> None:
+        """As on ghosts, nothing is made before it is needed."""
 
     def _await(self, job: Future[Any], mesh: Slices, what: str) -> Any:
         return job.result()  # however long it takes, no time passes
@@ -196,17 +206,21 @@ class ArrayStore:
         self._directory = directory
         self._write: Callable[[], object] | None = None
 
-    def save(self, step: int, leaves: dict[str, np.ndarray], metadata: dict[str, object]) -> None:
+    def write(self, step: int, leaves: dict[str, np.ndarray], metadata: dict[str, object]) -> None:
         self._spend(self._world.schedule.save_seconds + self._world.stalls(Phase.SAVE))
         last = self._world.step_phases(step, first=False)
         self._world.point(*last, raises=ERRORS | {Kind.DISK_FULL})
-        self._write = lambda: self._real.save(step, leaves, metadata)
+        self._write = lambda: self._real.write(step, leaves, metadata)
 
     def commit(self) -> None:
         if self._write is None:
             return
         write, self._write = self._write, None
         write()
+        self._note()
+
+    def retire(self, step: int) -> None:
+        self._real.retire(step)
         self._note()
 
     def stream(self, step: int) -> tuple[Iterator[tuple[str, np.ndarray]], dict[str, object]]:

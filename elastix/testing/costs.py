@@ -19,11 +19,14 @@ from math import ceil
 from elastix.goodput_model import Costs, Job
 from elastix.machine import (
     Committed,
+    Compile,
+    Compiled,
     ControllerLost,
     Dispatched,
     Effect,
     Event,
     Failed,
+    Growth,
     Live,
     Prepare,
     Prepared,
@@ -46,7 +49,7 @@ from elastix.machine import (
     Woke,
     transition,
 )
-from elastix.machine.verbs import involved, wants_regrow
+from elastix.machine.verbs import involved
 from elastix.testing.jumps import ENDLESS, Strategy, elapsed, jump, newest, policy_of
 
 LEAST_REPAIRS = 20
@@ -86,6 +89,8 @@ class _World:
         self._holding: set[int] = set()
         """Slices whose memory has what they should."""
         self._back_at: dict[int, float] = {}
+        self._compiled: Slices = frozenset()
+        """The mesh that was last compiled for while training went on."""
         self._failed: set[int] = set()
         """Slices that failed under what runs now; nothing of it is answered any more."""
         self._running_since: float | None = None
@@ -252,8 +257,8 @@ class _World:
                 self._break(gone)
         for effect in effects:
             self._answer(effect)
-        if isinstance(self._state, Training) and wants_regrow(self._state, self._policy):
-            self._end_step_in_flight(self._state)
+        if isinstance(self._state, Training) and self._state.growth:
+            self._grow(self._state, self._state.growth)
 
     def _answer(self, effect: Effect) -> None:
         now, costs = self._now, self._costs
@@ -263,14 +268,26 @@ class _World:
             case Prepare(mesh=mesh, source=source):
                 disk = source.tier is Tier.DISK
                 seconds = costs.disk if disk else costs.move
-                seconds += costs.compile if mesh != self._all and not self._restarts else 0.0
+                seconds += self._compile_seconds(mesh) if mesh != self._compiled else 0.0
                 self._at(now + seconds, partial(self._prepared, effect))
+            case Compile(mesh=mesh):
+                seconds = self._compile_seconds(mesh)
+                self._at(now + seconds, partial(self._have_compiled, effect))
             case Snapshot():
                 self._at(now + costs.snapshot, partial(self._snapshotted, effect))
             case Probe():
                 self._feed(self._probed(effect))
             case WakeAt():
                 self._at(self._worth_waking(effect.at), partial(self._woke, effect.epoch))
+
+    def _compile_seconds(self, mesh: Slices) -> float:
+        """Of all slices it was compiled at the start, and a restart starts there."""
+        return self._costs.compile if mesh != self._all and not self._restarts else 0.0
+
+    def _have_compiled(self, effect: Compile) -> None:
+        if self._is_current(effect):
+            self._compiled = effect.mesh
+            self._feed(Compiled(at=self._now, epoch=effect.epoch, mesh=effect.mesh))
 
     def _is_current(self, effect: Effect) -> bool:
         return effect.epoch == _epoch(self._state) and not self._failed
@@ -288,9 +305,9 @@ class _World:
                 Snapshotted(at=self._now, epoch=effect.epoch, step=effect.step, holders=mesh)
             )
 
-    def _end_step_in_flight(self, state: Training) -> None:
+    def _grow(self, state: Training, growth: Growth) -> None:
         """A mesh is changed between two steps: the one that runs is done for itself."""
-        if self._running_since is None or not isinstance(state.asked, RunStep):
+        if not growth.ready or self._running_since is None or not isinstance(state.asked, RunStep):
             return
         ends = self._running_since + self._costs.step / self._job.speed(len(state.mesh))
         self._running_since = None

@@ -72,6 +72,9 @@ class GhostBackend:
     def idle(self, seconds: float) -> None:
         self._world.idle(seconds)
 
+    def ended(self, jobs: Sequence[Any]) -> bool:
+        return all(job.done() for job in jobs)
+
     def probe(self, slices: Iterable[int], deadline: float) -> dict[int, Health]:
         asked = sorted(slices)
         silent = ask(self._world, asked, deadline)

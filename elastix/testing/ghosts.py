@@ -6,7 +6,7 @@ held is overwritten with poison, so that code which reads it is found out.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -16,11 +16,11 @@ from elastix.arrays import Arrays
 from elastix.machine import Slices, Source, Tier
 from elastix.progress import Progress
 from elastix.saver import Saver
+from elastix.testing.compiles import TimedCompiles
 from elastix.testing.ghost_backend import GhostBackend, GhostCopy, from_leaves
 from elastix.testing.schedules import ERRORS, Kind, Phase
 from elastix.testing.world import POISON, Ghost, Violation, World, expected
 
-COMPILE_SECONDS = 2.0
 RESTORE_SECONDS = 0.8
 SNAPSHOT_SECONDS = 0.2
 
@@ -50,7 +50,7 @@ class GhostArrays(Arrays):
         super().__init__(program, backend, saver, world.schedule.policy)
         self._world = world
         self._donates = world.schedule.policy.lookback == "host"
-        self._compiled: set[Slices] = set()
+        self._compiles_of = TimedCompiles(world)
         self._made: Held = {}
         """What is being restored, slice by slice."""
         self._first: int | None = None
@@ -58,14 +58,20 @@ class GhostArrays(Arrays):
 
     # --- what the driver asks for -----------------------------------------------------------
 
-    def compile(self, mesh: Slices) -> None:
+    def compile(self, mesh: Slices) -> bool:
+        warming = self._compiles_of.is_making(mesh)
         with self._world.within(self._world.restoring):
             self._world.point(Phase.COMPILE, raises=ERRORS)
             self._world.stall(Phase.COMPILE, self._policy.prepare_deadline, "compiling")
-            if mesh not in self._compiled:
-                self._world.pass_time(COMPILE_SECONDS)
+            self._compiles_of.wait(mesh)
             self._world.point(Phase.COMPILE, raises=ERRORS)
-        self._compiled.add(mesh)
+        return warming
+
+    def compiling(self, mesh: Slices) -> list[Any]:
+        return [self._compiles_of.begin(mesh)]
+
+    def warm(self, sets: Sequence[Slices]) -> None:
+        """Nothing is made before it is needed, so that compiles stay where faults strike."""
 
     def step(self, epoch: int, step: int, mesh: Slices, batch: Any) -> dict[str, Any]:
         if self._first is None:

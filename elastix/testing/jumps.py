@@ -23,6 +23,7 @@ def policy_of(job: Job, strategy: Strategy) -> Policy:
         deadline=float(ENDLESS),
         lookback=job.lookback,
         inflight=1,
+        warm="off",
         snapshot_every=job.snapshot_every,
         checkpoint_every=job.checkpoint_every,
         max_losses=ENDLESS,
@@ -59,7 +60,7 @@ def jump(state: Training, job: Job, step: int) -> Training:
         ledger = forgive(ledger)
     name = TrainStateName(step, state.train_state.epoch, state.train_state.holders)
     asked = RunStep(ledger.epoch, step + 1)
-    return Training(ledger, state.mesh, step, step, name, step, None, asked)
+    return Training(ledger, state.mesh, step, step, name, step, None, asked, state.growth)
 
 
 def newest(step: int, every: int) -> int:

@@ -26,6 +26,7 @@ from elastix.machine import (
     Waiting,
 )
 from elastix.machine.ledger import probes_needed
+from elastix.testing.compiles import COMPILE_SECONDS
 from elastix.testing.ghost_backend import STEP_SECONDS
 from elastix.testing.knowledge import Knowledge, blamed, committed_after, lost_holder, violated
 from elastix.testing.schedules import Kind, Phase
@@ -167,7 +168,7 @@ class Promises:
         for slice_id in sorted(state.ledger.slices - state.mesh - state.ledger.noticed):
             probes = 1 + probes_needed(state.ledger, slice_id, policy)
             most = probes * (policy.probe_every + ROUND_SECONDS)
-            most += (policy.inflight + 2) * STEP_SECONDS
+            most += (policy.inflight + 2) * STEP_SECONDS + COMPILE_SECONDS
             back = slice_id not in self._world.dead
             since = self._outside_since.setdefault(slice_id, event.at) if back else event.at
             if not back:

@@ -87,6 +87,7 @@ def recipe() -> Recipe:
         global_batch=GLOBAL_BATCH,
         num_replicas=4,
         policy=Policy(
+            warm="off",
             snapshot_every=3,
             checkpoint_every=6,
             probe_every=0.1,

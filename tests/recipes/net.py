@@ -87,5 +87,5 @@ def recipe() -> Recipe:
         num_steps=40,
         global_batch=24,
         num_replicas=12,
-        policy=Policy(snapshot_every=5, checkpoint_every=10, probe_every=0.001),
+        policy=Policy(snapshot_every=5, checkpoint_every=10, probe_every=0.001, warm="off"),
     )

@@ -72,7 +72,7 @@ def recipe() -> Recipe:
         num_steps=40,
         global_batch=8,
         num_replicas=4,
-        policy=Policy(snapshot_every=5, checkpoint_every=10, probe_every=0.01),
+        policy=Policy(snapshot_every=5, checkpoint_every=10, probe_every=0.01, warm="off"),
     )
 
 

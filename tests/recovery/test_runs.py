@@ -6,6 +6,7 @@ import json
 import random
 import shutil
 import threading
+import time
 from dataclasses import replace
 
 import numpy as np
@@ -235,9 +236,40 @@ def test_a_run_may_go_on_with_another_layout_inside_a_slice(tmp_path):
 
 def test_a_summary_tells_the_recoveries_of_every_process_of_the_run(tmp_path):
     run(replace(NET, num_steps=12), Lose(1, step=7), run_dir=tmp_path / "run")
-    summary = run(NET, Lose(2, step=20), run_dir=tmp_path / "run")
-    assert [r["lost"] for r in summary.recoveries] == [[1], [2]]
+    summary = run(NET, Lose(0, step=20), run_dir=tmp_path / "run")
+    assert [r["lost"] for r in summary.recoveries] == [[1], [0]]
     assert run(NET, run_dir=tmp_path / "run").recoveries == summary.recoveries
+
+
+def test_what_is_no_checkpoint_keeps_no_run_from_its_good_ones(undisturbed, tmp_path):
+    """It has a number above all that was done, and above all that is to be done."""
+    run(replace(NET, num_steps=20), run_dir=tmp_path / "run")
+    for step in (30, 99):
+        (tmp_path / f"run/checkpoints/{step}").mkdir()
+        (tmp_path / f"run/checkpoints/{step}/half").write_bytes(b"copied")
+    summary = run(NET, run_dir=tmp_path / "run")
+    assert_same(summary, undisturbed)
+    assert summary.resumed_at == 20
+    aside = CheckpointStore(tmp_path / "run/checkpoints", keep=3).set_aside_list()
+    assert [a.step for a in aside] == [30, 99]
+
+
+def test_a_path_at_which_no_checkpoint_can_be_written_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="is not UTF-8: choose another"):
+        run(run_dir=tmp_path / "a\udcff")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("name", ["events", "recoveries", "evaluations", "metrics"])
+def test_a_log_that_cannot_be_written_is_refused_before_anything_is_changed(name, tmp_path):
+    run(replace(NET, num_steps=2), run_dir=tmp_path / "run")
+    log, recipe_file = tmp_path / f"run/{name}.jsonl", tmp_path / "run/recipe.json"
+    log.unlink(missing_ok=True)
+    log.mkdir()
+    before = recipe_file.read_text()
+    with pytest.raises(ValueError, match=rf"cannot be written: .*{name}"):
+        run(NET, run_dir=tmp_path / "run")
+    assert recipe_file.read_text() == before
 
 
 def test_metrics_that_end_before_the_checkpoint_are_refused(tmp_path):
@@ -364,6 +396,23 @@ def test_a_data_source_that_stays_broken_ends_the_run():
     summary = run(replace(NET, data=FlakyConfig(NET.data, {9: "always"})))
     assert summary.reason == "the data stream failed twice at step 10: the disk went away"
     assert "OSError: the disk went away" in summary.trace and "in batches" in summary.trace
+
+
+def test_what_is_compiled_ahead_changes_nothing_but_the_wait(undisturbed):
+    """Executables are made by another thread while steps run; each loss and return uses one."""
+    policy = replace(NET.policy, warm="all")
+    faults = (Lose(1, step=12), Lose(0, step=18), Return(1, step=22), Return(0, step=30))
+    assert_same(run(replace(NET, policy=policy), *faults), undisturbed)
+
+
+def test_a_run_leaves_no_thread_behind():
+    before = set(threading.enumerate())
+    run(replace(NET, num_steps=7))
+    give_up = time.monotonic() + 30.0
+    for thread in set(threading.enumerate()) - before:
+        if thread.name.startswith(("elastix", "grain")):
+            thread.join(max(0.0, give_up - time.monotonic()))
+            assert not thread.is_alive(), thread.name
 
 
 def test_a_hook_that_fails_never_stops_training(undisturbed, capsys):
