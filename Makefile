@@ -1,5 +1,7 @@
 # Needs make and Python 3.11 or newer, nothing else. Another Python: make test PYTHON=python3.12
 PYTHON ?= python3
+# Where `make bench` keeps what it measured; an interrupted one goes on there.
+BENCH_OUT ?= runs/bench
 VENV := .venv
 BIN := $(VENV)/bin
 
@@ -21,7 +23,7 @@ demo: $(CORE) ## train on four simulated slices, lose two, take them back
 	echo "\$$ $$*"; "$$@"
 
 test: $(DEV) ## run the tests
-	@$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile
+	@$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 
 soak: $(DEV) ## run the long tests: minutes of seeded faults
 	@$(BIN)/python -m pytest -m soak
@@ -29,10 +31,12 @@ soak: $(DEV) ## run the long tests: minutes of seeded faults
 mutants: $(DEV) ## change the machine and the driver in small ways: the tests must notice
 	@$(BIN)/python tools/mutants.py
 
-bench: $(DEV) ## measure what no test asserts: transitions, the ordered sum, resuming data
+bench: $(DEV) ## measure what no test asserts: transitions, sums, data, and what a lost slice costs
 	@$(BIN)/python bench/transition.py
 	@$(BIN)/python bench/reduction.py
 	@$(BIN)/python bench/data.py
+	@$(BIN)/elastix bench bench/sizes.py:small bench/sizes.py:medium bench/sizes.py:large \
+		--out $(BENCH_OUT)
 
 lint: $(DEV) ## check style and format
 	@$(BIN)/ruff check .

@@ -24,3 +24,19 @@ jaxtyping.install_import_hook(
     ["elastix.step", "elastix.reduction", "elastix.progress", "elastix.program"],
     "beartype.beartype",
 )
+
+# What takes longest comes first (`make test` keeps this order), or the last of it would run alone
+# on one worker. Neighbours of these differ in what they do, so that two workers seldom compile the
+# same program at the same time.
+LONGEST_FIRST = (
+    *("test_lessons_on_arrays", "test_histories", "test_step", "test_on_pathways", "test_cli"),
+    *("test_simulation", "test_verify", "test_qwen3", "test_runs", "test_packed_run"),
+    *("test_local_pathways", "test_on_arrays", "test_readme", "test_corrupt", "test_mutants"),
+    *("test_crash_points", "test_in_a_bucket", "test_replay", "test_assert_recovers"),
+    *("test_checkpoints", "test_split_runs", "test_plugin", "test_corruption", "test_data"),
+)
+
+
+def pytest_collection_modifyitems(items):
+    ranks = {name: rank for rank, name in enumerate(LONGEST_FIRST)}
+    items.sort(key=lambda item: ranks.get(item.path.stem, len(ranks)))

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parent.parent
+from tests.children import ROOT, reading_the_cache
+
 HANGING = """
 import time
 from dataclasses import dataclass, replace
@@ -41,10 +40,10 @@ def recipe():
 
 
 def start(*arguments, **options):
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
-    command = [sys.executable, "-m", "elastix", *map(str, arguments)]
+    command = [sys.executable, "-m", "elastix", *map(str, arguments), "--compile-cache", "off"]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    return subprocess.Popen(command, cwd=ROOT, env=environment, **pipes, **options)
+    env = reading_the_cache(JAX_PLATFORMS="cpu")
+    return subprocess.Popen(command, cwd=ROOT, env=env, **pipes, **options)
 
 
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 75), (signal.SIGINT, 130)])

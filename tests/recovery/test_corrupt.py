@@ -134,7 +134,7 @@ def test_patience_does_not_wait_for_a_corrupt_slice():
 
 
 @pytest.mark.parametrize("lookback", ["host", "live"])
-@pytest.mark.parametrize("victim", [0, 2])
+@pytest.mark.parametrize("victim", [0, 1])
 def test_a_corrupt_slice_is_left_out_and_leaves_no_trace(undisturbed, victim, lookback, tmp_path):
     recipe = replace(NET, policy=replace(NET.policy, lookback=lookback))
     summary = run(Corrupt(victim, step=12), recipe=recipe, run_dir=tmp_path / "run")
@@ -154,14 +154,14 @@ def test_a_corrupt_slice_is_left_out_and_leaves_no_trace(undisturbed, victim, lo
 
 
 def test_two_slices_that_differ_end_the_run_and_keep_its_checkpoints(tmp_path):
-    faults = (Lose(2, step=3), Lose(3, step=4), Corrupt(0, step=12))
+    faults = (Lose(0, step=3), Lose(1, step=4), Corrupt(2, step=12))
     summary = run(*faults, run_dir=tmp_path / "run")
     assert summary.outcome == "failed" and "no majority says which are right" in summary.reason
     assert CheckpointStore(tmp_path / "run/checkpoints", keep=3).steps()[-1] == 10
 
 
 def test_a_slice_that_returned_holds_what_the_others_do(undisturbed):
-    faults = (Lose(1, step=7), Return(1, step=12), Corrupt(3, step=22))
+    faults = (Lose(1, step=7), Return(1, step=12), Corrupt(0, step=22))
     policy = replace(NET.policy, stable_probes=1)
     summary = train(replace(NET, policy=policy), backend=SteppingBackend(4, 2), faults=faults)
     assert summary.state_sha256 == undisturbed.state_sha256

@@ -30,6 +30,8 @@ NET = replace(
     num_steps=24,
     policy=Policy(snapshot_every=5, checkpoint_every=10, probe_every=0.5, stable_probes=1),
 )
+# Which slices are lost makes no difference here, and each set of slices is a program of its own to
+# compile. So it is slice 1 or 0, first one and then the other, wherever nothing asks for another.
 ALL_TIERS = (
     *(Lose(1, step=13), Return(1, step=14)),
     *(Lose(s, step=20) for s in range(4)),
@@ -180,10 +182,10 @@ def test_an_error_of_a_step_with_every_canary_intact_is_the_programs(error, code
     ],
 )
 def test_a_runtime_error_with_a_canary_gone_is_a_loss(undisturbed, error, code):
-    backend = Failing(8, partial(error, code), also=lambda b: b.lose(2))
+    backend = Failing(8, partial(error, code), also=lambda b: b.lose(1))
     summary = run(backend=backend)
     assert_same(summary, undisturbed)
-    assert [r["lost"] for r in summary.recoveries] == [[2]]
+    assert [r["lost"] for r in summary.recoveries] == [[1]]
 
 
 def deep():
@@ -197,7 +199,7 @@ def deep():
         raise ValueError("INTERNAL: wrapped") from error
 
 
-@pytest.mark.parametrize("gone", [(), (0,), (1, 3)])
+@pytest.mark.parametrize("gone", [(), (0,), (0, 1)])
 def test_data_loss_is_a_loss_through_every_cause(undisturbed, gone, tmp_path):
     backend = Failing(8, deep, also=lambda b: [b.lose(s) for s in gone])
     summary = run(backend=backend, run_dir=tmp_path / "run")
@@ -256,7 +258,7 @@ def test_an_error_of_a_hook_disturbs_nothing_whatever_its_text(undisturbed, erro
 def test_any_number_of_losses_and_regrows_with_progress_in_between_is_survived(undisturbed):
     """As many times as `max_losses` allows in a row, in the same slice and in others."""
     policy = replace(NET.policy, max_losses=1, checkpoint_every=1, snapshot_every=1)
-    victims = (0, 0, 3, 0, 1)
+    victims = (0, 0, 1, 0, 1)
     faults = [
         fault
         for n, s in enumerate(victims)
@@ -292,7 +294,7 @@ def test_whoever_logs_gets_plain_values_and_never_those_of_a_step_that_was_lost(
 ):
     """A log call that formats an array would be the first to meet the error, and swallow it."""
     rows = []
-    faults = [Lose(s, step=n, surfaces=surfaces) for s, n in ((0, 6), (2, 7), (3, 18))]
+    faults = [Lose(s, step=n, surfaces=surfaces) for s, n in ((0, 6), (1, 7), (3, 18))]
     summary = run(replace(NET, hooks=(rows.append,)), *faults)
     assert_same(summary, undisturbed)
     assert [row["step"] for row in rows] == list(range(1, NET.num_steps + 1))
@@ -360,7 +362,7 @@ def test_what_a_step_consumed_is_never_used_again(undisturbed, lookback, tmp_pat
     policy = replace(NET.policy, lookback=lookback)
     states = []
     backend = Watching(saw=states.append)
-    faults = [Lose(s, step=n, surfaces=how) for s, n, how in ((0, 6, "read"), (3, 17, "dispatch"))]
+    faults = [Lose(s, step=n, surfaces=how) for s, n, how in ((0, 6, "read"), (1, 17, "dispatch"))]
     summary = run(replace(NET, policy=policy), *faults, backend=backend, run_dir=tmp_path / "run")
     assert_same(summary, undisturbed)
     assert {r["source"] for r in summary.recoveries} == {lookback}
@@ -476,7 +478,7 @@ def test_one_compile_for_each_set_of_slices_whatever_the_state_came_from(
     assert {tuple(r["slices"]) for r in summary.recoveries if r["kind"] == "loss"} == two_sets
     assert again == 2 * len(two_sets), f"a step and a check of bits for each: {fresh}"
     longer = replace(recipe, num_steps=30)
-    summary, loaded = programs([Lose(2, step=27)], longer, run_dir=path)
+    summary, loaded = programs([Lose(0, step=27)], longer, run_dir=path)
     assert summary.resumed_at == NET.num_steps
     assert loaded[0] <= fresh[0] and sum(loaded[1:]) == 2, loaded
 
@@ -538,7 +540,8 @@ class WideMoments:
         return optax.chain(adam, optax.scale(-1e-2))
 
 
-@pytest.mark.parametrize("impl", ["rbg", "threefry2x32"])
+# The default implementation is that of every run's own key: here, in the model, it is a soak test.
+@pytest.mark.parametrize("impl", ["rbg", pytest.param("threefry2x32", marks=pytest.mark.soak)])
 def test_every_dtype_and_key_survives_every_restore_exactly(impl, tmp_path):
     recipe = replace(NET, model=MixedConfig(impl), optimizer=WideMoments())
     dtypes = []

@@ -16,7 +16,8 @@ from elastix.testing import assert_recovers
 from models.qwen3 import SIZES, next_token_loss
 
 SEQ_LEN, VOCAB_SIZE, NUM_STEPS = 32, 512, 50
-FAULTS = ["lose 1@9", "return 1@17", "lose 0@23", "return 0@31", "lose 1@38"]
+FAULTS = ["lose 0@9", "return 0@17", "lose 0@23", "return 0@31", "lose 0@38"]
+"""Always of one slice: to compile this model for one more set takes long."""
 SLICES = {"num_slices": 3, "devices_per_slice": 1}
 
 
@@ -52,7 +53,7 @@ def recipe(data) -> elastix.Recipe:
         num_steps=NUM_STEPS,
         global_batch=8,
         num_replicas=4,
-        policy=elastix.Policy(snapshot_every=5, checkpoint_every=10, probe_every=0.2),
+        policy=elastix.Policy(snapshot_every=5, checkpoint_every=10, probe_every=0.2, warm="off"),
     )
 
 
@@ -78,7 +79,7 @@ def test_a_mixture_of_packed_files_and_text_recovers_and_resumes(folder, tmp_pat
     text = PackedText((str(folder / "corpus.jsonl"),), tokenizer=tokenizer, seq_len=SEQ_LEN)
     mixture = Mixture((PackedRecords(str(folder / "packed")), text), (3, 1), shuffle=500)
     whole = replace(recipe(mixture), num_steps=24)
-    summary = assert_recovers(whole, ["lose 1@7", "return 1@12"], **SLICES)
+    summary = assert_recovers(whole, ["lose 0@7", "return 0@12"], **SLICES)
     backend = elastix.testing.SteppingBackend
     half = elastix.train(
         replace(whole, num_steps=11), backend=backend(3, 1), run_dir=tmp_path / "run"

@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 
 import pytest
 
@@ -16,9 +15,9 @@ from elastix import Lose, SimulatedBackend, train
 from elastix.backends.simulated import VirtualClock
 from elastix.data import Stream, stream
 from elastix.data.files import NO_IDENTITY
+from tests.children import reading_the_cache
 from tests.recipes import net, tiny
 
-ROOT = Path(__file__).resolve().parents[2]
 STEPS = 60
 LOSS = Lose(1, step=44)
 
@@ -110,8 +109,9 @@ train(recipe(hooks=(killed_at_45,)), backend=SimulatedBackend(2, 1), run_dir=sys
 def test_killed_in_the_second_half_as_well(whole, tmp_path):
     run(replace(recipe(), num_steps=STEPS // 2), tmp_path)
     command = [sys.executable, "-c", KILLED, str(tmp_path)]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    child = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    child = subprocess.run(
+        command, env=reading_the_cache(), capture_output=True, text=True, timeout=300
+    )
     assert (child.returncode, child.stdout) == (-signal.SIGKILL, ""), child.stderr
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 45
     summary = run(recipe(), tmp_path)
