@@ -42,6 +42,13 @@ def _advise_main(argv: Sequence[str]) -> int:
     return advise_main(argv)
 
 
+def _bench_main(argv: Sequence[str]) -> int:
+    """And what measures."""
+    from elastix.bench_command import bench_main
+
+    return bench_main(argv)
+
+
 def _launch_main(argv: Sequence[str]) -> int:
     """And what makes manifests."""
     from elastix.launch.command import launch_main
@@ -65,6 +72,7 @@ def _data_main(argv: Sequence[str]) -> int:
 
 _TOOLS = {
     "advise": _advise_main,
+    "bench": _bench_main,
     "checkpoints": checkpoints_main,
     "data": _data_main,
     "launch": _launch_main,

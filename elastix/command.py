@@ -23,6 +23,7 @@ elastix trains on several slices of devices, loses some, and carries on.
   elastix simulate        run fault schedules on ghosts instead of arrays, thousands by seed
   elastix local-pathways  a Pathways on this machine, whose slices are processes to kill
   elastix advise RECIPE   how often to save, how long to wait, and what share of time will be useful
+  elastix bench RECIPE    measure what a step and a lost slice cost, beside what others take
   elastix data pack       tokenize and pack documents into files to train from
   elastix launch gke RECIPE  manifests that run it on Cloud TPU slices; launch xpk: the xpk command
 

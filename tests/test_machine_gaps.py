@@ -534,6 +534,13 @@ def test_a_run_by_time_saves_as_often_as_it_says():
 # --- what must be kept ----------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("field", ["snapshot_every", "inflight", "min_slices", "max_slices"])
+@pytest.mark.parametrize("value", [2.5, True, "2"])
+def test_what_is_counted_is_a_whole_number(field, value):
+    with pytest.raises(ValueError, match=rf"policy.{field}={value!r}: use a whole number"):
+        Policy(**{field: value})
+
+
 def test_host_copies_are_kept_to_restore_from_and_while_they_are_written():
     book = ledger(sources=(SEED, disk(20), host(40), Source(Tier.LIVE, 45, EPOCH, ALL)))
     assert named_snapshots(training(45, ledger=book)) == {40}

@@ -678,7 +678,7 @@ def test_until_prints_the_state_there(elastix, run_dir):
     for line in (
         f"after row {n} at ",
         "Training: Steps run on `mesh`",
-        "  policy          snapshot_every 5, checkpoint_every 10, probe_every 0.01 s\n",
+        '  policy          warm "off", snapshot_every 5, checkpoint_every 10, probe_every 0.01 s\n',
         "  mesh            1\n",
         f"  committed       {state['committed']}\n",
         f"  dispatched      {state['dispatched']} ({ahead} of 2 in flight)\n",

@@ -10,7 +10,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from elastix.backends import Health
-from elastix.backends.simulated import SimulatedBackend, VirtualClock, overwrite
+from elastix.backends.simulated import SimulatedBackend, VirtualClock, overwrite, simulate_devices
 from elastix.faults import Lose, Return, Script, parse, validate
 from elastix.snapshots import LocalTransfers, copy_to_host, move
 
@@ -256,3 +256,8 @@ def test_a_slice_may_be_lost_and_returned_again_and_again():
 def test_more_devices_than_there_are_is_one_line_with_the_remedy():
     with pytest.raises(ValueError, match=r"10 CPU devices are needed and JAX has 8: call"):
         SimulatedBackend(5, 2)
+
+
+def test_more_devices_than_a_process_can_have_are_refused():
+    with pytest.raises(ValueError, match="5000 simulated devices: use 4096 at most"):
+        simulate_devices(5000)

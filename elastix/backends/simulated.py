@@ -24,6 +24,7 @@ from elastix.snapshots import HostCopy, LocalTransfers
 
 _CANARY = 0x5EED
 _POISON = 0xFF
+_MOST_DEVICES = 4096
 
 
 class Clock(Protocol):
@@ -323,8 +324,13 @@ def simulate_devices(count: int) -> None:
     """Give JAX `count` CPU devices. To be called before JAX is used.
 
     Raises:
-        ValueError: JAX is in use already, with fewer.
+        ValueError: JAX is in use already, with fewer, or they are too many for one process.
     """
+    if count > _MOST_DEVICES:
+        raise ValueError(
+            f"{count} simulated devices: use {_MOST_DEVICES} at most, in fewer slices or with "
+            "fewer in each"
+        )
     try:
         jax.config.update("jax_num_cpu_devices", count)
     except RuntimeError:

@@ -115,6 +115,8 @@ class Policy:
         self._at_least("deadline", 0)
         if not 0 < self.probe_every < inf:
             raise ValueError(f"policy.probe_every={self.probe_every}: use a time above 0 seconds")
+        if self.max_slices is not None and type(self.max_slices) is not int:
+            raise ValueError(f"policy.max_slices={self.max_slices!r}: use a whole number, or None")
         if self.max_slices is not None and self.max_slices < self.min_slices:
             raise ValueError(
                 f"policy.max_slices={self.max_slices} is below min_slices={self.min_slices}: "
@@ -131,6 +133,8 @@ class Policy:
 
     def _at_least(self, field: str, low: int) -> None:
         value = getattr(self, field)
+        if self.__dataclass_fields__[field].type == "int" and type(value) is not int:
+            raise ValueError(f"policy.{field}={value!r}: use a whole number")
         if not low <= value < inf:
             raise ValueError(f"policy.{field}={value}: use {low} or more, and a finite number")
 
