@@ -49,10 +49,12 @@ class Saver:
         self._store, self._backend = store, backend
         self._shapes, self._metadata, self._policy = shapes, metadata, policy
         self._thread = Worker("elastix-checkpoints")
-        self._answers: queue.SimpleQueue[SaveAnswer] = queue.SimpleQueue()
+        self._answers: queue.SimpleQueue[tuple[int, SaveAnswer]] = queue.SimpleQueue()
         self._abandoned: set[tuple[int, int]] = set()
-        self._due: dict[tuple[int, int], float] = {}
-        """Until when each save that was not answered yet must be, by (epoch, step)."""
+        self._due: dict[tuple[int, int], tuple[int, float]] = {}
+        """The number of each save that was not answered yet, and until when it must be, by (epoch,
+        step). One that was abandoned may have been followed by another of the same step."""
+        self._begun = 0
         self._hangs = False
 
     @property
@@ -63,11 +65,15 @@ class Saver:
     def save(self, effect: Save, copy: HostSnapshot | None, extra: dict[str, Any]) -> None:
         """Begin to write the host copy of one slice."""
         self._abandoned.discard((effect.epoch, effect.step))
-        self._due[effect.epoch, effect.step] = self._backend.now() + self._policy.save_deadline
-        self._submit(effect, copy, {**self._metadata, **extra})
+        self._begun += 1
+        due = self._backend.now() + self._policy.save_deadline
+        self._due[effect.epoch, effect.step] = self._begun, due
+        self._submit(self._begun, effect, copy, {**self._metadata, **extra})
 
-    def _submit(self, effect: Save, copy: HostSnapshot | None, metadata: dict[str, Any]) -> None:
-        self._thread.submit(self._answer, effect, copy, metadata)
+    def _submit(
+        self, number: int, effect: Save, copy: HostSnapshot | None, metadata: dict[str, Any]
+    ) -> None:
+        self._thread.submit(self._answer, number, effect, copy, metadata)
 
     def abandon(self, effect: Abandon) -> None:
         """Give up a save. What it wrote is removed behind it, even if it looks committed: once, for
@@ -99,27 +105,32 @@ class Saver:
         A save that hangs is given up at its deadline: it failed, and if it is written after all,
         that is removed.
         """
-        event = self._take(timeout) or self._overdue()
-        if event is None or self._due.pop((event.epoch, event.step), None) is None:
+        answer = self._take(timeout) or self._overdue()
+        if answer is None:
             return None
+        number, event = answer
+        key = event.epoch, event.step
+        if self._due.get(key, (None,))[0] != number:
+            return None  # nobody waits for it any more
+        del self._due[key]
         if isinstance(event, Saved):  # only now: until it was heard, it could be given up
             self._thread.submit(self._store.retire, event.step)
         return event
 
-    def _take(self, timeout: float) -> SaveAnswer | None:
+    def _take(self, timeout: float) -> tuple[int, SaveAnswer] | None:
         try:
             return self._answers.get(timeout=timeout) if timeout else self._answers.get_nowait()
         except queue.Empty:
             return None
 
-    def _overdue(self) -> SaveAnswer | None:
+    def _overdue(self) -> tuple[int, SaveAnswer] | None:
         now = self._backend.now()
-        for (epoch, step), due in self._due.items():
+        for (epoch, step), (number, due) in self._due.items():
             if now >= due:
                 self._hangs = True
                 self.abandon(Abandon(epoch, step))
                 reason = f"it was not written in {self._policy.save_deadline:g} s"
-                return SaveFailed(at=now, epoch=epoch, step=step, reason=reason)
+                return number, SaveFailed(at=now, epoch=epoch, step=step, reason=reason)
         return None
 
     def close(self) -> None:
@@ -143,22 +154,22 @@ class Saver:
             self._store.set_aside(step, str(error))
             raise
 
-    def _answer(self, effect: Save, copy: HostSnapshot | None, metadata: dict[str, Any]) -> None:
+    def _answer(
+        self, number: int, effect: Save, copy: HostSnapshot | None, metadata: dict[str, Any]
+    ) -> None:
+        self._answers.put((number, self._saved(effect, copy, metadata)))
+
+    def _saved(
+        self, effect: Save, copy: HostSnapshot | None, metadata: dict[str, Any]
+    ) -> SaveAnswer:
+        """Write the copy, and say what came of it."""
+        told: dict[str, Any] = {"epoch": effect.epoch, "step": effect.step}
         try:
             self._write(effect, copy, metadata)
         except Exception as error:
-            self._answers.put(
-                SaveFailed(
-                    at=self._backend.now(),
-                    epoch=effect.epoch,
-                    step=effect.step,
-                    reason=first_line(error),
-                    lost=self._lost(error, effect.holder),
-                )
-            )
-        else:
-            at = self._backend.now()
-            self._answers.put(Saved(at=at, epoch=effect.epoch, step=effect.step))
+            lost, reason = self._lost(error, effect.holder), first_line(error)
+            return SaveFailed(at=self._backend.now(), **told, reason=reason, lost=lost)
+        return Saved(at=self._backend.now(), **told)
 
     def _lost(self, error: Exception, holder: int) -> Slices:
         """The slice that a failed save was written from, if it is gone."""

@@ -35,7 +35,7 @@ def advice(capsys, *argv: str) -> dict:
 def run_dir(tmp_path_factory) -> Path:
     """The files of a run on three ghost slices, of which one is lost and comes back; its steps
     take 1 s, snapshots 0.2 s, restores 0.8 s, compiles 2 s and saves 3 s."""
-    policy = Policy(snapshot_every=5, checkpoint_every=10, inflight=1, probe_every=1.0)
+    policy = Policy(snapshot_every=5, checkpoint_every=10, inflight=1, probe_every=1.0, warm="off")
     loss = Fault(Phase.SYNC, Kind.LOSS, visit=1, slices=(1,), returns=4.0, after=7)
     result = simulate(Schedule(3, 40, policy, (loss,), save_seconds=3.0))
     path = tmp_path_factory.mktemp("run")

@@ -12,7 +12,9 @@ from elastix.testing import assert_recovers
 from elastix.testing.recovery import _train_undisturbed
 from tests.recipes import net, planted_skip
 
-NET = replace(net.recipe(), num_steps=16, policy=Policy(snapshot_every=5, probe_every=1))
+NET = replace(
+    net.recipe(), num_steps=16, policy=Policy(snapshot_every=5, probe_every=1, warm="off")
+)
 
 
 def test_a_run_that_lost_and_regained_slices_recovers(tmp_path):
@@ -31,7 +33,7 @@ def test_a_run_that_lost_and_regained_slices_recovers(tmp_path):
 def test_the_undisturbed_run_is_trained_once_for_a_recipe():
     _train_undisturbed.cache_clear()
     rows = []
-    for policy in (NET.policy, Policy(lookback="live")):
+    for policy in (NET.policy, Policy(lookback="live", warm="off")):
         recipe = replace(NET, policy=policy, hooks=(rows.append,))
         assert_recovers(recipe, [Lose(1, step=4), Return(1, step=6)])
     assert len(rows) == 2 * NET.num_steps, "hooks see the run with faults only"

@@ -233,6 +233,21 @@ def test_nothing_older_goes_for_a_save_that_is_abandoned_while_it_is_written(tmp
     assert store.steps() == (10,)
 
 
+def test_the_answer_of_an_abandoned_save_is_not_taken_for_that_of_the_next_of_its_step(tmp_path):
+    """In one epoch: its slice, which was to be taken away, died, and another writes the step."""
+    backend = SimulatedBackend(2, 1, clock=VirtualClock())
+    store = SlowStore(tmp_path / "checkpoints")
+    saver = Saver(store, backend, {"w": (4,)}, {}, Policy())
+    backend.lose(1)
+    saver.save(Save(5, 10, 1), copy(10), {})
+    saver.abandon(Abandon(5, 10))
+    saver.save(Save(5, 10, 0), copy(10), {})
+    store.gate.set()
+    assert isinstance(answer_of(saver), Saved) and saver.pending == 0
+    saver.close()
+    assert store.steps() == (10,)
+
+
 class FastClock(RealClock):
     """A thousand seconds pass in one."""
 

@@ -35,7 +35,7 @@ class Data:
         return stream(Points(), global_batch=global_batch, seed=seed, fingerprint={{}})
 
 def recipe():
-    return replace(tiny.recipe(), data=Data(), policy=Policy(deadline=1.0))
+    return replace(tiny.recipe(), data=Data(), policy=Policy(deadline=1.0, warm="off"))
 """
 
 

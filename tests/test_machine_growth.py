@@ -80,6 +80,7 @@ NEXT = replace(POLICY, warm="next")
 def warmed(policy: Policy, mesh=ALL, **changes):
     book = ledger(sources=(host(40),), **changes)
     _, effects = on(restoring(mesh=mesh, ledger=book), Prepared, policy, step=40)
+    assert all(e.sets and e.epoch == EPOCH for e in effects if isinstance(e, Warm))
     return [set(s) for e in effects if isinstance(e, Warm) for s in e.sets]
 
 

@@ -46,7 +46,7 @@ from dataclasses import replace
 import elastix
 from tests.recipes import net
 
-NET = replace(net.recipe(), num_steps=12, policy=elastix.Policy(snapshot_every=2, probe_every=1))
+NET = replace(net.recipe(), num_steps=12, policy=elastix.Policy(snapshot_every=2, probe_every=1, warm="off"))
 
 
 def test_four_slices_of_two_by_default(slices):

@@ -107,6 +107,16 @@ def test_nothing_older_goes_for_a_save_that_is_abandoned_while_it_is_written():
     assert simulate(schedule).violation is None
 
 
+def test_a_save_that_replaces_an_abandoned_one_of_its_step_is_waited_for():
+    faults = (
+        Fault(Phase.REGROW, Kind.DATA_LOSS),
+        Fault(Phase.SAVE, Kind.NOTICE, slices=(1,), warning=4.0),
+        Fault(Phase.SYNC, Kind.LOSS, slices=(0,)),
+    )
+    policy = Policy(eval_every=5, probe_every=0.5)
+    assert simulate(Schedule(3, 1, policy, faults=faults, save_seconds=6.0)).violation is None
+
+
 def test_slices_that_die_between_their_copy_and_its_publication_hold_nothing():
     few = Fault(Phase.SAVE, Kind.LOSSES, slices=(1, 5, 7))
     rest = Fault(Phase.SNAPSHOT, Kind.LOSSES, visit=25, slices=(0, 2, 3, 4, 6))
@@ -207,7 +217,7 @@ class UncheckedSave(GhostSaver):
     def _write(self, effect, copy, metadata):
         self._world.point()
         if copy:
-            self._store.save(effect.step, copy.whole(), metadata)
+            self._store.write(effect.step, copy.whole(), metadata)
 
 
 class BlamesNobody(GhostSaver):
@@ -316,7 +326,7 @@ class LazyWatch(Driver):
     """Never wakes up."""
 
     def _next(self):
-        self._wake = None
+        self._pending.begin_epoch()
         return super()._next()
 
 

@@ -476,6 +476,9 @@ class Play(Asking):
         """The saver answers, in order. It looks at the holder after it has read the copy."""
         (number, abandoned), rest = w.saves[0], w.saves[1:]
         save, w = self.values[number], w._replace(saves=rest)
+        if abandoned and any(self._of_one_step(save, self.values[n]) for n, _ in rest):
+            yield "save is replaced", w  # nobody waits for its answer, but for the other's
+            return
         holder = 1 << save.holder
         if not w.connected or not w.up & holder:
             yield "save fails", self.unsaved(w, save, holder if w.connected else 0)
@@ -493,6 +496,10 @@ class Play(Asking):
             yield "disk full", self.unsaved(_spend(w), save, 0)
         if self.may(w, "silent"):
             yield "save: silent", self.unsaved(_spend(w), save, holder)
+
+    @staticmethod
+    def _of_one_step(one: Save, other: Save) -> bool:
+        return (one.epoch, one.step) == (other.epoch, other.step)
 
     def retired(self, w: World, step: int) -> World:
         """The oldest go when it is known that `step` counts."""

@@ -11,7 +11,7 @@ import numpy as np
 
 from elastix.backends import Backend
 from elastix.checkpoints import CheckpointError
-from elastix.machine import Event, Save
+from elastix.machine import Save
 from elastix.saver import Place, SaveAnswer, Saver, keep
 from elastix.testing.ghost_backend import from_leaves, ghost_hashes, to_leaves
 from elastix.testing.ghosts import progress_after
@@ -161,25 +161,22 @@ class GhostSaver(Saver):
 
     _thread: Any
     _store: Any
-    _answers: Any
 
     def __init__(self, world: World, backend: Backend):
         self._world, self._backend = world, backend
         self._shapes, self._metadata, self._policy = {}, {}, world.schedule.policy
         self._thread = VirtualThread(world)
         self._store = GhostStore(world, self._thread)
-        self._abandoned, self._due, self._hangs = set(), {}, False
+        self._abandoned, self._due, self._begun, self._hangs = set(), {}, 0, False
         self._ready: deque[Any] = deque()
 
-    def _submit(self, effect: Save, copy: Any, metadata: dict[str, Any]) -> None:
-        self._thread.add(lambda: self._try(effect, copy, metadata), self._answered)
+    def _submit(self, number: int, effect: Save, copy: Any, metadata: dict[str, Any]) -> None:
+        self._thread.add(lambda: (number, self._try(effect, copy, metadata)), self._answered)
 
-    def _try(self, effect: Save, copy: Any, extra: dict[str, Any]) -> Event:
-        """What the thread of the real saver does, and its answer, as a value."""
+    def _try(self, effect: Save, copy: Any, extra: dict[str, Any]) -> SaveAnswer:
+        """What the thread of the real saver does."""
         with self._world.within(Phase.SAVE):
-            self._answers = _Answer()
-            self._answer(effect, copy, extra)
-        return self._answers.event
+            return self._saved(effect, copy, extra)
 
     def _write(self, effect: Save, copy: Any, metadata: dict[str, Any]) -> None:
         self._world.point(raises=ERRORS)
@@ -189,9 +186,10 @@ class GhostSaver(Saver):
         with self._world.within(Phase.SAVE):
             self._world.point()
         self._store.commit()
-        self._ready.append(replace(job.value(), at=self._world.clock.now()))
+        number, event = job.value()
+        self._ready.append((number, replace(event, at=self._world.clock.now())))
 
-    def _take(self, timeout: float) -> SaveAnswer | None:
+    def _take(self, timeout: float) -> tuple[int, SaveAnswer] | None:
         if not self._ready and timeout:
             due = self._world.next_due()
             self._world.pass_time(timeout if due is None else min(timeout, due))
@@ -200,12 +198,3 @@ class GhostSaver(Saver):
     def load(self, step: int, place: Place = keep) -> tuple[dict[str, Any], dict[str, object]]:
         self._world.stall(Phase.RESTORE, self._policy.prepare_deadline, f"reading step {step}")
         return self._thread.submit(self._load, step, place).result()
-
-
-class _Answer:
-    """Takes the one answer that a save gives."""
-
-    event: Event
-
-    def put(self, event: Event) -> None:
-        self.event = event

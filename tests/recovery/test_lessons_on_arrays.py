@@ -28,7 +28,9 @@ from tests.recipes.net import NetConfig, WavesConfig
 NET = replace(
     net.recipe(),
     num_steps=24,
-    policy=Policy(snapshot_every=5, checkpoint_every=10, probe_every=0.5, stable_probes=1),
+    policy=Policy(
+        snapshot_every=5, checkpoint_every=10, probe_every=0.5, stable_probes=1, warm="off"
+    ),
 )
 # Which slices are lost makes no difference here, and each set of slices is a program of its own to
 # compile. So it is slice 1 or 0, first one and then the other, wherever nothing asks for another.
