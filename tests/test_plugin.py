@@ -46,7 +46,8 @@ from dataclasses import replace
 import elastix
 from tests.recipes import net
 
-NET = replace(net.recipe(), num_steps=12, policy=elastix.Policy(snapshot_every=2, probe_every=1, warm="off"))
+POLICY = elastix.Policy(snapshot_every=2, probe_every=1, warm="off")
+NET = replace(net.recipe(), num_steps=12, policy=POLICY)
 
 
 def test_four_slices_of_two_by_default(slices):
