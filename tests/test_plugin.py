@@ -146,7 +146,7 @@ TOLD = [
 def test_the_fixture_runs_the_script_and_a_fault_that_did_not_strike_fails_the_test(session):
     result = session(GOOD)
     result.assert_outcomes(passed=3, failed=2)
-    result.stdout.fnmatch_lines(["test_it.py:30: did not strike: lose 1@9000s"])
+    result.stdout.fnmatch_lines(["test_it.py:31: did not strike: lose 1@9000s"])
     result.stdout.no_fnmatch_line("*did not strike: lose 0@4*")
 
 
