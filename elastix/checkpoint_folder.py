@@ -19,6 +19,7 @@ import numpy as np
 from orbax.checkpoint import v1 as ocp
 
 from elastix.checkpoint_format import CHUNK
+from elastix.durable import sync
 
 TMP = ".orbax-checkpoint-tmp"
 PROBE = ".elastix-probe"
@@ -237,12 +238,3 @@ def _refuse_unreadable(path: Path) -> None:
 
 def _note(path: Path) -> Path:
     return path.with_name(path.name + ".txt")
-
-
-def sync(path: Path) -> None:
-    """What a file holds, or which entries a folder has, no power cut can take any more."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -9,8 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from elastix.checkpoint_folder import sync
 from elastix.checkpoints import CheckpointError, CheckpointStore, UnreadableHereError
+from elastix.durable import sync
 from elastix.evaluation import read_evaluations
 from elastix.metrics import read_losses
 from elastix.recipe import Recipe, describe

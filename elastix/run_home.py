@@ -9,7 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol, TextIO
 
-from elastix.checkpoint_folder import PROBE, Folder, LocalFolder, sync
+from elastix.checkpoint_folder import PROBE, Folder, LocalFolder
+from elastix.durable import sync
 from elastix.object_store.bucket import bucket_url
 from elastix.object_store.home import BucketHome
 

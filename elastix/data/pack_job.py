@@ -25,6 +25,7 @@ from elastix.data.packing import encode, plan, token_dtype
 from elastix.data.records import check_record_name
 from elastix.data.stream import DataError
 from elastix.data.tokenizers import Tokenizer
+from elastix.durable import sync
 
 UNFINISHED = "packing.json"
 """The index while parts are missing. It gets its final name when all are there."""
@@ -126,7 +127,7 @@ class _Packing:
             self._give_up()
         if not (self._out / INDEX).exists():
             os.replace(self._out / UNFINISHED, self._out / INDEX)
-            _sync(self._out)
+            sync(self._out)
         return self._index()
 
     def _index(self) -> dict[str, Any]:
@@ -262,21 +263,12 @@ def _named_when_whole(path: Path) -> Iterator[Path]:
     temporary = path.with_name(f"{path.name}.tmp")
     try:
         yield temporary
-        _sync(temporary)
+        sync(temporary)
         os.replace(temporary, path)
     except OSError:
         temporary.unlink(missing_ok=True)
         raise
-    _sync(path.parent)
-
-
-def _sync(path: Path) -> None:
-    """What a name points to is on the disk before the name is."""
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
+    sync(path.parent)
 
 
 def _sha256(path: Path) -> str | None:
