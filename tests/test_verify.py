@@ -59,7 +59,7 @@ def assert_found(tmp_path, status: int, out: str, err: str, told: list[str]) -> 
     assert line.startswith("elastix: ")
     assert [text for text in told if text not in line] == []
     assert f"kept: {tmp_path / 'both'}" in out
-    assert (tmp_path / "both/undisturbed/summary.json").exists()
+    assert (tmp_path / "both/with-faults/recipe.json").exists()
 
 
 @pytest.mark.parametrize(
