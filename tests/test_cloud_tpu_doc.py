@@ -63,6 +63,15 @@ def test_there_are_launches_of_both_kinds():
     assert {words[2] for words in LAUNCHES} == {"gke", "xpk"} and len(LAUNCHES) >= 4
 
 
+def test_no_command_of_elastix_is_left_out():
+    """All are launches, which run here; what is named in the text is parsed, too."""
+    assert [words for words in COMMANDS if words[0] == "elastix"] == LAUNCHES
+    named = set(re.findall(r"`(elastix [^`]+)`", DOC))
+    asked = {words for words in named if words.endswith("--help")}
+    assert asked and {main(shlex.split(words)[1:]) for words in asked} == {0}
+    assert named - asked == {"elastix run", "elastix launch gke"}
+
+
 @pytest.mark.parametrize("words", LAUNCHES, ids=[" ".join(w[2:3] + w[-2:]) for w in LAUNCHES])
 def test_each_launch_runs(words, tmp_path):
     launched(words, tmp_path)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import json
 import re
+import shutil
+import subprocess
 import tomllib
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +16,7 @@ import pytest
 from elastix import Policy
 from elastix.cli import main
 from elastix.launch.checks import CHECKS, MOST_NAME, check, coordinator_label, warnings
+from elastix.launch.command import create
 from elastix.launch.jobset import build_jobset
 from elastix.launch.manifest import job_template, manifests
 from elastix.launch.review import problems, review
@@ -336,6 +339,17 @@ REFUSED = [
     (dict(namespace="a.b"), "--namespace a.b"),
     (dict(queue="Q"), "--queue Q"),
     (dict(priority="High"), "--priority-class High"),
+    (dict(priority="p" * 254), "at most 253"),
+    (dict(priority="system-x", priority_value=9), "Kubernetes keeps system- for itself"),
+    (dict(namespace="n" * 64), "at most 63"),
+    (dict(queue="q" * 64), "at most 63"),
+    (dict(head=Head(node_pool="n" * 64)), "at most 63"),
+    (dict(head=Head(service_account="s" * 254)), "at most 253"),
+    *((dict(head=Head(cpu=cpu)), f"--head-cpu {cpu}: use a number") for cpu in ("lots", "0", "-4")),
+    *(
+        (dict(head=Head(memory=memory)), f"--head-memory {memory}: use an amount of bytes")
+        for memory in ("", "100", "100 G", "100GB", "500m")
+    ),
     (dict(head=Head(service_account="a b")), "--service-account a b"),
     (dict(head=Head(node_pool="")), "--head-node-pool"),
     (dict(bucket="some-bucket"), "write gs://NAME"),
@@ -347,6 +361,14 @@ REFUSED = [
     (dict(image="r/elastix:latest"), "give it a tag other than latest"),
     (dict(image=""), "name an image"),
     (dict(image="r/e:1 r/e:2"), "name an image"),
+    *(
+        (dict(image=image), f"--image {image!r}: name an image")
+        for image in (":1", "Foo/Bar:1", "http://r/e:1", "r/e@sha256", "r/e:1@", "r//e:1")
+    ),
+    (dict(image="r/e:ü"), "give it a tag other than latest"),
+    (dict(image="r/e:ü@sha256:" + "0" * 64), "give it a tag other than latest"),
+    (dict(pathways_tag="jax-ü"), "--pathways-tag jax-ü"),
+    (dict(bucket="gs://some-bucket/../x"), "write gs://NAME"),
     (dict(colocated_python="r/python"), "--colocated-python r/python: give it a tag"),
     (dict(pathways_tag="latest"), "latest moves under a run"),
     (dict(pathways_tag="a b"), "--pathways-tag a b"),
@@ -357,7 +379,11 @@ REFUSED = [
     (dict(missing=4), "--missing 4: use 1 to 3"),
     (dict(missing=0), "with 0 a lost slice ends the run"),
     (dict(slices=2**31), "Kubernetes cannot count"),
+    (dict(spares=2**31), "--spares 2147483648: Kubernetes cannot count"),
     (dict(max_restarts=0), "with 0 a lost controller ends the run"),
+    (dict(max_restarts=2**31), "use 1 to 2147483647"),
+    (dict(policy=Policy(deadline=1e15)), "policy.deadline=1e+15: no pod waits so long"),
+    (dict(policy=Policy(grace=1e30)), "policy.grace=1e+30: no pod waits so long"),
     (dict(priority_value=5), "say which class has it"),
     (dict(priority="high", priority_value=2 * 10**9), "use at most 1000000000"),
     (dict(policy=Policy(min_slices=4)), "policy.min_slices=4 but --slices 3"),
@@ -392,7 +418,11 @@ def test_the_longest_name_still_fits_the_label():
     "change",
     [
         dict(image="r/elastix@sha256:" + "0" * 64),
+        dict(image="r/elastix:latest@sha256:" + "0" * 64),
         dict(image="localhost:5000/elastix:1"),
+        dict(namespace="1st-team", queue="1st.queue"),
+        dict(head=Head(cpu="500m", memory="1.5Gi")),
+        dict(head=Head(cpu="1e1", memory="2000000000")),
         dict(bucket="gs://some-bucket/a/b/"),
         dict(recipe="recipes.quickstart:recipe"),
         dict(missing=1, policy=Policy(min_slices=2)),
@@ -444,9 +474,19 @@ def test_a_rendered_file_is_never_overwritten(tmp_path, capsys):
     assert "name another file, or remove it" in capsys.readouterr().err
     assert file.read_text() == text
     assert main([*TINY, "--render", str(tmp_path)]) == 2
+    assert "it is a folder): name another file" in capsys.readouterr().err
+    assert main([*TINY, "--render", "a\0b"]) == 2
+    assert "--render 'a\\x00b' cannot be written" in capsys.readouterr().err
     assert main([*TINY, "--render", str(tmp_path / "no" / "run.yaml")]) == 2
     assert main([*TINY, "--render", "-"]) == 0
     assert text in capsys.readouterr().out
+
+
+def test_half_a_manifest_is_not_left(tmp_path):
+    file = tmp_path / "run.yaml"
+    with pytest.raises(UnicodeEncodeError):
+        create(file, "kind: JobSet\n\ud800")
+    assert not file.exists()
 
 
 def test_fields_after_two_dashes_reach_the_policy_and_the_image(capsys):
@@ -462,6 +502,7 @@ def test_fields_after_two_dashes_reach_the_policy_and_the_image(capsys):
         (["gke"], "the following arguments are required: RECIPE"),
         (["kube"], "invalid choice: 'kube'"),
         ([*TINY[1:], "--slices", "three"], "--slices three: use a whole number"),
+        ([*TINY[1:], "--spares", "\u0663"], "--spares \u0663: use a whole number"),
         ([*TINY[1:], "--slices", "5"], "num_replicas=4 cannot keep 5 slices busy"),
         ([*TINY[1:], "--", "--policy.min-slices", "4"], "policy.min_slices=4 but there are 3"),
         ([*TINY[1:], "--", "--mesh.fsdp", "3"], "does not use the 16 devices of a slice"),
@@ -539,6 +580,9 @@ def test_the_xpk_command_says_the_same_numbers():
     ):
         assert f"{option} \\\n" in command
     assert any("--num_elastic_instances" in note for note in xpk_notes(FULL))
+    assert any("--service-account" in note for note in xpk_notes(FULL))
+    assert "no class high is made: its value is what the cluster says" in xpk_notes(FULL)
+    assert not any("left out" in note and "head" in note for note in xpk_notes(LAUNCH))
     assert "--colocated-python-sidecar-image=r/python:1" in xpk_command(COLOCATED)
 
 
@@ -602,6 +646,27 @@ def test_the_image_installs_extras_that_exist():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert set(extras.split(",")) <= set(project["optional-dependencies"])
     assert "-c constraints.txt" in DOCKERFILE
+
+
+@pytest.mark.parametrize(
+    ("version", "asked", "pins"),
+    [("", [], {"jax", "jaxlib"}), ("0.10.2", ["jax==0.10.2", "jaxlib==0.10.2"], set())],
+)
+def test_the_image_is_built_by_what_a_shell_makes_of_its_lines(version, asked, pins, tmp_path):
+    """The RUN of the Dockerfile, with a pip that keeps what it was told."""
+    pip = tmp_path / "pip"
+    pip.write_text('#!/bin/sh\nprintf "%s\\n" "$@" > told\n')
+    pip.chmod(0o755)
+    shutil.copy(ROOT / "constraints.txt", tmp_path)
+    (run,) = re.findall(r"^RUN ((?:.*\\\n)*.*)$", DOCKERFILE, re.M)
+    path = {"PATH": f"{tmp_path}:/usr/bin:/bin", "JAX_VERSION": version}
+    subprocess.run(["/bin/sh", "-c", run], cwd=tmp_path, env=path, check=True)
+    told = (tmp_path / "told").read_text().splitlines()
+    options = ["install", "--no-cache-dir", "-c", "constraints.txt", ".[pathways,text]"]
+    assert told == [*options, *asked]
+    left = (tmp_path / "constraints.txt").read_text().splitlines()
+    assert {line.split("==")[0] for line in left} & {"jax", "jaxlib"} == pins
+    assert any(line.startswith("jaxtyping==") for line in left)
 
 
 def test_another_jax_is_taken_out_of_the_constraints():

@@ -3,12 +3,15 @@
 import hashlib
 import json
 import os
+import queue
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
+import grpc
 import jax
 import numpy as np
 import psutil
@@ -295,6 +298,68 @@ def test_nothing_listens_beyond_this_machine(cluster, controller):
     assert set().union(*found) == {"127.0.0.1"} and all(found)
 
 
+def test_a_loss_leaves_no_thread_behind(cluster, controller, whole):
+    """Slice 0 lives on, and was in a gang with each process that slice 1 had."""
+    controller.do("begin")
+    before = psutil.Process(cluster.server_pid).num_threads()
+    for _ in range(3):
+        cluster.kill(1)
+        cluster.give_back(1)
+        controller.do("begin")
+    # A gang's service has six; of the requests' own, at most 256, some may have come meanwhile.
+    until(lambda: psutil.Process(cluster.server_pid).num_threads() < before + 12)
+
+
+# Whoever speaks the protocol.
+
+
+@pytest.fixture
+def channel(cluster):
+    """A client of gRPC alone."""
+    with grpc.insecure_channel(cluster.target.removeprefix("grpc://")) as channel:
+        yield channel
+
+
+def session(channel, requests):
+    """The answers of a session to these requests, one after another."""
+    call = channel.stream_stream(
+        "/xla.ifrt.proxy.GrpcIfrtService/IfrtSession",
+        lambda request: request.SerializeToString(),
+        installed().message("xla.ifrt.proxy.IfrtResponse").FromString,
+    )
+    return call(iter(requests), timeout=60)
+
+
+def init():
+    request = installed().message("xla.ifrt.proxy.IfrtRequest")()
+    request.init_request.SetInParent()
+    return request
+
+
+def test_a_client_that_goes_while_it_is_answered_leaves_nothing(channel, events):
+    """It takes one answer of thousands: the next cannot be sent when it goes."""
+    taken = threading.Event()
+
+    def requests():
+        yield from (init() for _ in range(5000))
+        taken.set()
+
+    answers = session(channel, requests())
+    number = next(answers).init_response.session_id
+    assert taken.wait(30.0)
+    answers.cancel()
+    until(lambda: {"event": "disconnected", "client": number} in events)
+
+
+def test_a_request_of_no_known_kind_is_answered(channel):
+    unknown = installed().message("xla.ifrt.proxy.IfrtRequest")()
+    unknown.request_metadata.op_id = 7
+    answers = session(channel, [unknown, init()])
+    refused = next(answers).response_metadata
+    assert (refused.op_id, refused.status.message) == (7, "requests of the kind unknown")
+    assert next(answers).init_response.session_id
+
+
 # How it ends. These have clusters of their own.
 
 
@@ -361,6 +426,24 @@ def test_a_stuck_slice_holds_up_no_other_and_the_server_takes_all_with_it(small,
         cluster.kill(0)
 
 
+def test_who_hears_of_a_loss_may_act_and_may_fail():
+    """What it raises is printed, and the next event comes all the same."""
+    heard = queue.SimpleQueue()
+
+    def hear(event):
+        if event["event"] == "lost":
+            cluster.give_back(event["slice"])
+        heard.put(event["event"])
+        raise ValueError("of no interest")
+
+    with LocalPathways(1, heartbeat=0.2, on_event=hear) as cluster:
+        assert heard.get(timeout=60) == "joined"
+        cluster.kill(0)
+        assert [heard.get(timeout=60) for _ in range(2)] == ["lost", "joined"]
+        os.kill(cluster.server_pid, signal.SIGKILL)
+        assert heard.get(timeout=60) == "ended"
+
+
 PARENT = """
 import sys
 from elastix.testing.local_pathways import LocalPathways
@@ -413,13 +496,30 @@ def test_the_command_line_tells_what_happens_and_does_what_is_typed():
 # Bad input.
 
 
-def test_bad_input_is_refused_in_a_line(cluster, capsys):
+def test_bad_input_is_refused_in_a_line(cluster, capsys, tmp_path):
+    file = str(tmp_path / "file")
+    Path(file).touch()
     port = cluster.target.rpartition(":")[2]
     taken = f"elastix: port {port} is taken: use another, or 0 for any that is free"
     for arguments, line in [
         (["--slices", "0"], "elastix: slices=0: use 1 or more"),
         (["--devices-per-slice", "-1"], "elastix: devices_per_slice=-1: use 1 or more"),
+        (
+            ["--slices", "9", "--devices-per-slice", "999"],
+            "elastix: slices=9 of devices_per_slice=9",
+        ),
+        (
+            ["--slices", "1000000"],
+            "elastix: slices=1000000 of devices_per_slice=1: use at most 1024",
+        ),
         (["--heartbeat", "0"], "elastix: heartbeat=0: use more than 0 seconds"),
+        (["--heartbeat", "nan"], "elastix: heartbeat=nan: use more than 0 seconds"),
+        (["--restart-after", "nan"], "elastix: restart_after=nan: use 0 seconds or more, or None"),
+        (["--log-dir", file], f"elastix: log_dir={file} cannot be written (File exists): name"),
+        (
+            ["--compile-cache", f"{file}/x"],
+            f"elastix: compile_cache={file}/x cannot be written (Not",
+        ),
         (["--restart-after", "-1"], "elastix: restart_after=-1: use 0 seconds or more, or None"),
         (["--port", "70000"], "elastix: port=70000: use 1 to 65535, or 0 for any that is free"),
         (["--port", port], taken),
@@ -472,6 +572,21 @@ def test_what_cannot_be_kept_is_made(tmp_path):
     makes = iter([b"a", b"b"])
     assert [kept.get("x", lambda: next(makes)) for _ in "ab"] == [b"a", b"b"]
     assert list(tmp_path.iterdir()) == [tmp_path / "file"]
+
+
+def test_what_was_used_last_is_kept(tmp_path):
+    """Of three executables of which two have room; what is not ours is left alone."""
+    (tmp_path / "notes").write_bytes(b"x" * 9000)
+    half, *names = (tmp_path / f"tmp1{executables._HALF}", *("abc"[i] * 64 for i in range(3)))
+    half.write_bytes(b"x" * 1000)
+    os.utime(half, ns=(1, 1))
+    kept = executables.Directory(tmp_path, most=2500)
+    for name in (names[0], names[1], names[0], names[2]):
+        assert kept.get(name, lambda: b"x" * 1000) == b"x" * 1000
+    assert {path.name for path in tmp_path.iterdir()} == {"notes", names[0], names[2]}
+    kept = executables.Directory(tmp_path, most=10)
+    kept.get(names[1], lambda: b"x" * 1000)
+    assert {path.name for path in tmp_path.iterdir()} == {"notes", names[1]}
 
 
 # The protocol.

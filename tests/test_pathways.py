@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent import futures
 from dataclasses import dataclass
 
 import jax
@@ -19,13 +20,13 @@ from jax.sharding import PartitionSpec as P
 
 from elastix.backends import Health
 from elastix.backends.canaries import Canaries, one_of_each_host
-from elastix.backends.pathways import (
+from elastix.backends.pathways import refuse_faults, slices_of_equal_size, stop_traces
+from elastix.backends.proxy import (
     await_port,
+    client_deadline,
+    no_devices,
     proxy_address,
     proxy_timeout,
-    refuse_faults,
-    slices_of_equal_size,
-    stop_traces,
 )
 from elastix.backends.remote_memory import OneAtATime, RemoteTransfers
 from elastix.classification import StuckError, controller_is_lost, failure_event
@@ -68,7 +69,7 @@ def test_the_address_is_taken_from_the_environment():
     assert proxy_address({"JAX_BACKEND_TARGET": target}, "proxy,cpu") == target
 
 
-@pytest.mark.parametrize("text", ["0", "-1", "soon", "1.5"])
+@pytest.mark.parametrize("text", ["0", "-1", "soon", "1.5", "2147483648", "9" * 30])
 def test_a_timeout_that_is_no_number_of_seconds_is_refused(text):
     with pytest.raises(ValueError, match=f"PATHWAYS_PROXY_CONNECTION_TIMEOUT_SECS={text}: use a"):
         proxy_timeout({"PATHWAYS_PROXY_CONNECTION_TIMEOUT_SECS": text})
@@ -87,6 +88,57 @@ def test_a_proxy_where_nobody_listens_is_given_up_at_the_deadline():
         with pytest.raises(ValueError, match=f"{target}: the Pathways proxy does not answer"):
             await_port(target, began + 0.5)
         assert time.monotonic() - began < 5.0
+
+
+@pytest.mark.parametrize("host", ["..", "x" * 64])
+def test_a_host_that_has_no_name_is_refused_at_once(host):
+    began = time.monotonic()
+    with pytest.raises(ValueError, match="is no host name: give the address") as refused:
+        await_port(f"grpc://{host}:29000", began + 60.0)
+    assert f"JAX_BACKEND_TARGET=grpc://{host}:29000: {host} is no host" in str(refused.value)
+    assert time.monotonic() - began < 5.0
+
+
+def told(code, reason):
+    """What JAX says if it has no devices, as it was seen to."""
+    return (
+        f"Unable to initialize backend 'proxy': {code}: Unable to establish connection to "
+        f"ifrt_proxy server, please check provided address 'h:1'; detailed error: {reason} (set "
+        "JAX_PLATFORMS='' to automatically choose an available backend)"
+    )
+
+
+@pytest.mark.parametrize(
+    ("message", "says"),
+    [
+        (told("UNAVAILABLE", "refused"), "does not answer (refused): see whether it runs there"),
+        (told("DEADLINE_EXCEEDED", "late"), "give it more than PATHWAYS_PROXY_CONNECTION_TIMEOUT_"),
+        ("out of luck", "the Pathways proxy does not answer (out of luck)"),
+        (
+            told("FAILED_PRECONDITION", "failed to agree on the version"),
+            f"JAX {jax.__version__} has no connection to the Pathways proxy (failed to agree on "
+            "the version): install the JAX that its servers were built with",
+        ),
+        (
+            told("INVALID_ARGUMENT", "grpc::ChannelCredentials argument is null."),
+            "argument is null.): set IFRT_PROXY_USE_INSECURE_GRPC_CREDENTIALS=true",
+        ),
+    ],
+)
+def test_who_has_no_devices_is_told_what_to_do(message, says):
+    line = no_devices("grpc://h:1", message, 7.0)
+    assert line.startswith("JAX_BACKEND_TARGET=grpc://h:1: ") and says in line
+
+
+@pytest.mark.parametrize("before", ["60", None])
+def test_the_client_gets_what_is_left_of_the_time(before, monkeypatch):
+    name = "PATHWAYS_PROXY_CONNECTION_TIMEOUT_SECS"
+    monkeypatch.delenv(name, raising=False)
+    if before is not None:
+        monkeypatch.setenv(name, before)
+    with client_deadline(6.7):
+        assert os.environ[name] == "7"
+    assert os.environ.get(name) == before
 
 
 @dataclass(frozen=True)
@@ -178,6 +230,27 @@ def test_a_proxy_that_accepts_and_says_nothing_is_given_up_at_the_deadline():
     assert child.returncode == 2, child.stderr
     last = child.stderr.splitlines()[-1]
     assert f"JAX_BACKEND_TARGET={target}: the Pathways proxy does not answer" in last
+
+
+def test_a_proxy_of_another_jax_is_named_with_its_own_words():
+    """It answers, and refuses: more time would not help."""
+    grpc = pytest.importorskip("grpc")
+    pytest.importorskip("pathwaysutils")
+
+    def refuse(request, context):
+        context.abort(grpc.StatusCode.FAILED_PRECONDITION, "spoken are versions 1 to 3")
+
+    handlers = {"GetVersion": grpc.unary_unary_rpc_method_handler(refuse)}
+    service = grpc.method_handlers_generic_handler("xla.ifrt.proxy.GrpcIfrtService", handlers)
+    server = grpc.server(futures.ThreadPoolExecutor(2))
+    server.add_generic_rpc_handlers((service,))
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    child = run_child(f"grpc://127.0.0.1:{port}", PATHWAYS_PROXY_CONNECTION_TIMEOUT_SECS="2")
+    server.stop(None)
+    assert child.returncode == 2, child.stderr
+    last = child.stderr.splitlines()[-1]
+    assert "(spoken are versions 1 to 3): install the JAX that its servers" in last
 
 
 # --- what an error says -----------------------------------------------------------------------

@@ -14,29 +14,34 @@ from __future__ import annotations
 
 import contextlib
 import os
-import socket
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
-from urllib.parse import urlsplit
 
 import jax
 
 from elastix.backends import Health
 from elastix.backends.canaries import Canaries
+from elastix.backends.proxy import (
+    await_port,
+    client_deadline,
+    no_devices,
+    proxy_address,
+    proxy_timeout,
+    silent,
+)
 from elastix.backends.remote_memory import HOST_MEMORY, OneAtATime, RemoteTransfers
 from elastix.background import start, wait_for
 from elastix.classification import StuckError, first_line
 from elastix.faults import Fault
 from elastix.snapshots import HostSnapshot
 
-_TIMEOUT = "PATHWAYS_PROXY_CONNECTION_TIMEOUT_SECS"
-_CONNECT_SECONDS = 60.0
 _ADMIT_SECONDS = 5.0
 """How long a slice that is about to get a canary is asked for the one it has."""
-_EXAMPLE = "JAX_BACKEND_TARGET=grpc://127.0.0.1:29000"
+_LAST_WORDS = 2.0
+"""Seconds for the proxy's client, once its time is over, to say what it waited for."""
 
 
 class PathwaysBackend:
@@ -191,76 +196,16 @@ def connect() -> list[Any]:
     give_up = time.monotonic() + seconds
     await_port(target, give_up)
     pathwaysutils.initialize()
-    job = start(jax.devices)
-    try:
-        return job.result(timeout=max(give_up - time.monotonic(), 1.0))
-    except TimeoutError:
-        why = f"it accepts connections, and says nothing in {seconds:g} s"
-        raise ValueError(_silent(target, why)) from None
-    except RuntimeError as error:
-        raise ValueError(_silent(target, first_line(error))) from error
-
-
-def proxy_address(environment: Mapping[str, str], platforms: str | None) -> str:
-    """The address of the proxy that the environment names, `grpc://HOST:PORT`.
-
-    Raises:
-        ValueError: it names none.
-    """
-    if "proxy" not in (platforms or "").split(","):
-        raise ValueError(
-            f"JAX_PLATFORMS={platforms or ''}: Pathways is reached through a proxy: set "
-            f"JAX_PLATFORMS=proxy, and {_EXAMPLE} to its address"
-        )
-    target = environment.get("JAX_BACKEND_TARGET", "")
-    parts = urlsplit(target)
-    if parts.scheme != "grpc" or not parts.hostname or not _port(target):
-        raise ValueError(
-            f"JAX_BACKEND_TARGET={target}: give the address of the Pathways proxy, such as "
-            f"{_EXAMPLE}"
-        )
-    return target
-
-
-def _port(target: str) -> int | None:
-    try:
-        return urlsplit(target).port
-    except ValueError:  # no number, or above 65535
-        return None
-
-
-def proxy_timeout(environment: Mapping[str, str]) -> float:
-    """Seconds that the proxy has to answer."""
-    text = environment.get(_TIMEOUT) or str(int(_CONNECT_SECONDS))
-    if not text.isdecimal() or int(text) < 1:
-        raise ValueError(f"{_TIMEOUT}={text}: use a whole number of seconds, 1 or more")
-    return float(text)
-
-
-def await_port(target: str, give_up: float) -> None:
-    """Wait until somebody listens there; the client of the proxy would wait in C++.
-
-    Raises:
-        ValueError: nobody does by `give_up`, on the monotonic clock.
-    """
-    parts = urlsplit(target)
-    assert parts.hostname and parts.port
-    while True:
+    left = max(give_up - time.monotonic(), 1.0)
+    with client_deadline(left):
+        job = start(jax.devices)
         try:
-            left = max(give_up - time.monotonic(), 0.1)
-            socket.create_connection((parts.hostname, parts.port), timeout=left).close()
-            return
-        except OSError as error:
-            if time.monotonic() + 0.2 > give_up:
-                raise ValueError(_silent(target, error.strerror or str(error))) from error
-            time.sleep(0.2)
-
-
-def _silent(target: str, why: str) -> str:
-    return (
-        f"JAX_BACKEND_TARGET={target}: the Pathways proxy does not answer ({why}): see whether it "
-        f"runs there, or give it more than {_TIMEOUT}={proxy_timeout(os.environ):g}"
-    )
+            return job.result(timeout=left + _LAST_WORDS)
+        except TimeoutError:
+            why = f"it accepts connections, and says nothing in {seconds:g} s"
+            raise ValueError(silent(target, why, seconds)) from None
+        except RuntimeError as error:
+            raise ValueError(no_devices(target, first_line(error), seconds)) from error
 
 
 def slices_of_equal_size(devices: Sequence[Any]) -> dict[int, tuple[Any, ...]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -131,7 +132,7 @@ def _name(recipe: str) -> str:
 
 
 def _number(option: str, text: str) -> int:
-    if not re.fullmatch(r"-?\d{1,12}", text):
+    if not re.fullmatch(r"-?[0-9]{1,12}", text):
         raise ValueError(f"{option} {text}: use a whole number")
     return int(text)
 
@@ -159,22 +160,39 @@ def _yaml(documents: list[dict[str, object]]) -> str:
 
 
 def _write(path: Path, text: str) -> None:
-    """Write a new file; one that holds the same already is left as it is."""
+    """Write a new file, whole or not at all; one that holds the same already is left as it is."""
     try:
         if path.is_file() and path.read_bytes() == text.encode():
             print(f"{path} holds it already")
             return
-        with path.open("x", encoding="utf-8") as file:
-            file.write(text)
+        if path.is_dir():
+            raise IsADirectoryError("it is a folder")
+        create(path, text)
     except FileExistsError:
         raise ValueError(
             f"--render {path} exists and holds something else: name another file, or remove it"
         ) from None
-    except OSError as error:
+    except (OSError, ValueError) as error:  # ValueError: a zero byte in the name
+        why = getattr(error, "strerror", None) or error
         raise ValueError(
-            f"--render {path} cannot be written ({error.strerror or error}): name another file"
+            f"--render {str(path)!r} cannot be written ({why}): name another file"
         ) from error
-    print(f"{path}: apply it with kubectl apply -f {path}")
+    print(f"{path}: apply it with kubectl apply -f {shlex.quote(str(path))}")
+
+
+def create(path: Path, text: str) -> None:
+    """Write a new file, or leave none: half a manifest may be one that Kubernetes takes.
+
+    Raises:
+        OSError: it cannot be written, or is there.
+    """
+    with path.open("x", encoding="utf-8") as file:
+        try:
+            file.write(text)
+            file.flush()
+        except BaseException:
+            path.unlink(missing_ok=True)
+            raise
 
 
 def _apply(text: str) -> int:

@@ -6,7 +6,7 @@ import shlex
 from collections.abc import Iterator
 
 from elastix.launch.checks import Check
-from elastix.launch.spec import Launch
+from elastix.launch.spec import Head, Launch
 
 PRIORITIES = ("very-low", "low", "medium", "high", "very-high")
 """The priority classes of a cluster that xpk made."""
@@ -86,8 +86,18 @@ def _restarts(launch: Launch) -> Iterator[str]:
 def _priority(launch: Launch) -> Iterator[str]:
     if launch.priority is not None and launch.priority not in PRIORITIES:
         yield f"the priority is medium: xpk has no {launch.priority}, only {', '.join(PRIORITIES)}"
+    if launch.priority_value is not None:
+        yield f"no class {launch.priority} is made: its value is what the cluster says"
     if launch.queue is not None and launch.queue != "multislice-queue":
         yield f"the queue is multislice-queue, not {launch.queue}"
+
+
+def _head(launch: Launch) -> Iterator[str]:
+    if launch.head != Head():
+        yield (
+            "the head is xpk's own: --head-node-pool, --service-account, --head-cpu and "
+            "--head-memory are left out"
+        )
 
 
 def _both_flags(launch: Launch) -> Iterator[str]:
@@ -95,4 +105,4 @@ def _both_flags(launch: Launch) -> Iterator[str]:
         yield f"the proxy gets --num_elastic_slices beside --{launch.elastic_flag}"
 
 
-_DIFFERENCES: tuple[Check, ...] = (_data, _restarts, _priority, _both_flags)
+_DIFFERENCES: tuple[Check, ...] = (_data, _restarts, _priority, _head, _both_flags)

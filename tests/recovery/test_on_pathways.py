@@ -275,6 +275,8 @@ def test_what_dies_at_any_moment_leaves_no_trace(tmp_path):
             kill_at_random(cluster, controller, 20, rng)
             summary = controller.drain()
         assert summary["resumed_at"] >= saved
+        restored = {(recovery["kind"], recovery["source"]) for recovery in summary["recoveries"]}
+        assert ("loss", "live") in restored  # of arrays that a slice which died held a part of
         assert_undisturbed(summary, run_dir, cluster)
 
 

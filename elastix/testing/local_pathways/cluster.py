@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -64,7 +65,8 @@ class Cluster:
         self._processes: dict[int, Process] = {}
         self._gangs: dict[tuple[int, ...], Gang] = {}
         self._suspicions: list[Suspicion] = []
-        self._services: list[tuple[dict[int, int], Any]] = []
+        self._services: dict[int, tuple[dict[int, int], Any]] = {}
+        """By gang: the generations of slices that may be connected, and the service."""
         self._todo: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._all_up = threading.Event()
         for i in slices:
@@ -179,20 +181,36 @@ class Cluster:
             if gang is None:
                 gang = self._gangs[slices] = Gang(next(self._numbers), generations)
                 port, service = runtime.start_service(len(slices))
-                self._services.append((generations, service))
+                self._services[gang.number] = dict(generations), service
                 for i in slices:
                     self._processes[i].ask(messages.JoinGang(gang.number, port, slices))
             return gang
+
+    def is_there(self, slice: int, generation: int, gang: int | None) -> bool:
+        """Whether what was loaded into a process, for itself or for a gang, can still run there."""
+        gangs = (None, *(of.number for of in self._gangs.values()))
+        return self.generation(slice) == generation and gang in gangs
 
     def leave(self, slices: tuple[int, ...]) -> None:
         """End a gang, so that none of its slices waits for another."""
         with self._lock:
             if slices not in self._gangs:
                 return
-            gang = self._gangs.pop(slices)
+            gang = self._gangs.pop(slices).number
             for i in slices:
                 if self._members[i].phase is Phase.UP:
-                    self._processes[i].ask(messages.LeaveGang(gang.number))
+                    left = self._processes[i].ask(messages.LeaveGang(gang))
+                    left.add_done_callback(partial(self._parted, gang, i))
+
+    def _parted(self, gang: int, slice: int, left: Future[Any]) -> None:
+        with self._lock:
+            if gang in self._services and left.exception() is None:
+                self._services[gang][0].pop(slice)
+                self._end_services()
+
+    def _end_services(self) -> None:
+        """Those of gangs that were left, or died, by all their slices."""
+        self._services = {n: of for n, of in self._services.items() if not self._is_over(of[0])}
 
     # Giving and taking.
 
@@ -255,7 +273,7 @@ class Cluster:
     def _lose(self, slice: int, failure: Failure, reason: str) -> None:
         for slices in [slices for slices in self._gangs if slice in slices]:
             self.leave(slices)
-        self._services = [of for of in self._services if not self._is_over(of[0])]
+        self._end_services()
         self._processes[slice].fail(failure)
         self._told("lost", slice, reason)
 

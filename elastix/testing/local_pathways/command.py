@@ -99,7 +99,7 @@ def _obey(cluster: LocalPathways, words: list[str]) -> None:
         case [verb, number] if verb in verbs and number.isdecimal():
             try:
                 verbs[verb](int(number))
-            except ValueError as error:
+            except (ValueError, RuntimeError, TimeoutError) as error:  # the last two: it is ill
                 print(f"elastix: {error}", file=sys.stderr, flush=True)
         case _:
             print(f"elastix: {' '.join(words)!r}: use {_HELP}", file=sys.stderr, flush=True)
@@ -136,6 +136,8 @@ def _parser() -> UsageParser:
     parser.add_argument("--port", type=int, default=0, help="(default: any that is free)")
     parser.add_argument("--log-dir", metavar="DIR", help="for what the processes print")
     parser.add_argument(
-        "--compile-cache", metavar="DIR", help="keep compiled programs for the next time"
+        "--compile-cache",
+        metavar="DIR",
+        help="keep compiled programs for the next time, up to 1 GiB, used last (default: none)",
     )
     return parser

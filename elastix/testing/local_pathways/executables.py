@@ -11,24 +11,41 @@ import hashlib
 import os
 import pickle
 import platform
+import re
 import tempfile
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import ModuleType
+from typing import NamedTuple
 
 from elastix.testing.local_pathways import messages, runtime
 from elastix.testing.local_pathways.messages import Compile, Compiled
 
 Made = tuple[bytes, Compiled]
 """An executable, serialized, and what is known of it."""
+MOST_BYTES = 1 << 30
+"""What a directory holds at most: thousands of executables of small models."""
 _DIGEST = hashlib.sha256().digest_size
+_HALF = ".half"
+_OURS = re.compile(rf"[0-9a-f]{{64}}|tmp.*{re.escape(_HALF)}")
+"""What may be removed: executables, and what a process that was killed had half written."""
+
+
+class File(NamedTuple):
+    """A file of ours, when it was used, and how large it is."""
+
+    used: int
+    path: Path
+    size: int
 
 
 class Directory:
-    """One file for each program, by a name that stands for all that matters to it."""
+    """One file for each program, by a name that stands for all that matters to it. Of more than
+    `most` bytes, those that were used least recently go."""
 
-    def __init__(self, path: Path):
-        self._path = path
+    def __init__(self, path: Path, most: int = MOST_BYTES):
+        self._path, self._most = path, most
 
     def get(self, name: str, make: Callable[[], Made]) -> Made:
         """What is kept under this name; else what `make` makes, which is kept from now on. A file
@@ -43,6 +60,7 @@ class Directory:
     def _read(self, name: str) -> Made | None:
         try:
             data = (self._path / name).read_bytes()
+            self._used(self._path / name)
         except OSError:
             return None
         digest, body = data[:_DIGEST], data[_DIGEST:]
@@ -52,7 +70,7 @@ class Directory:
         """Whole or not at all, whoever else writes it."""
         self._path.mkdir(parents=True, exist_ok=True)
         body = pickle.dumps(made)
-        with tempfile.NamedTemporaryFile(dir=self._path, delete=False) as file:
+        with tempfile.NamedTemporaryFile(dir=self._path, suffix=_HALF, delete=False) as file:
             try:
                 file.write(hashlib.sha256(body).digest() + body)
                 file.flush()
@@ -60,6 +78,30 @@ class Directory:
             except BaseException:
                 os.unlink(file.name)
                 raise
+        self._evict()
+
+    def _used(self, path: Path) -> None:
+        """Note the time: a system may not by itself. Who may only read it leaves no trace."""
+        with contextlib.suppress(OSError):
+            os.utime(path, ns=(time.time_ns(), path.stat().st_mtime_ns))
+
+    def _evict(self) -> None:
+        """The one that was used last stays, however large; one that another process reads just now
+        it reads to the end."""
+        held = 0
+        for file in sorted(self._files(), reverse=True):
+            held += file.size
+            if held > self._most and held > file.size:
+                file.path.unlink(missing_ok=True)
+
+    def _files(self) -> list[File]:
+        found = []
+        for path in self._path.iterdir():
+            with contextlib.suppress(FileNotFoundError):  # another process removed it
+                if _OURS.fullmatch(path.name):
+                    stat = path.stat()
+                    found.append(File(stat.st_atime_ns, path, stat.st_size))
+        return found
 
 
 def name_of(command: Compile, program: bytes, num_devices: int, system: Mapping[str, str]) -> str:

@@ -13,7 +13,7 @@ import numpy as np
 from elastix.testing.local_pathways import messages, runtime
 from elastix.testing.local_pathways.blobs import Blob, view
 from elastix.testing.local_pathways.failures import Code, Failure, internal
-from elastix.testing.local_pathways.futures import Future, chain, gather, settle, submit
+from elastix.testing.local_pathways.futures import Future, chain, gather, settle, submit, then
 from elastix.testing.local_pathways.messages import Key
 
 Cells = dict[int, Future[np.ndarray]]
@@ -91,17 +91,26 @@ class Lane:
 
         return execute
 
-    def leave(self) -> None:
+    def leave(self) -> Future[None]:
         """What is under way has failed; the thread may be inside XLA for long, and is not ours.
-        The client is let go when nothing runs there any more, in a thread that can wait for it."""
+        The client is let go when nothing runs there any more, in a thread that can wait for it.
+
+        Returns:
+            when the gang's coordination service may end without this process.
+        """
         for future in list(self._waiting):
             settle(future, error=ABORTED)
         self._thread.shutdown(wait=False, cancel_futures=True)
-        threading.Thread(target=self._let_go, daemon=True).start()
+        parted: Future[None] = Future()
+        threading.Thread(target=self._let_go, args=(parted,), daemon=True).start()
+        return parted
 
-    def _let_go(self) -> None:
+    def _let_go(self, parted: Future[None]) -> None:
         """The end of a client waits for its threads, and one that Gloo has broken never comes. A
-        client is part of a cycle: collected by any other thread, it could hold that up for ever."""
+        client is part of a cycle: collected by any other thread, it could hold that up for ever.
+        One that was not made yet when the gang was left, perhaps in vain, parts by its end."""
+        if then(self._devices, runtime.Devices.part).exception() is None:
+            settle(parted)
         self._thread.shutdown(wait=True)
         with _letting_go:
             gc.disable()
@@ -109,6 +118,7 @@ class Lane:
             del self._devices
             gc.collect()
             gc.enable()
+        settle(parted)
 
     def _run(self, work: Callable[[], Any]) -> Future[Any]:
         future = submit(self._thread, work)

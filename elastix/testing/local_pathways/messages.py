@@ -144,7 +144,8 @@ class JoinGang:
 
 @dataclass(frozen=True)
 class LeaveGang:
-    """Do not wait for the others any more; what is under way in the gang has failed."""
+    """Do not wait for the others any more; what is under way in the gang has failed. Answered when
+    its coordination service is needed no more."""
 
     gang: int
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -32,6 +32,10 @@ class Program:
     def devices(self) -> tuple[int, ...]:
         """In the order of shardings: partition by partition."""
         return tuple(i for partition in zip(*self.assignment, strict=True) for i in partition)
+
+    def forget(self, is_there: Callable[[int, int, int | None], bool]) -> None:
+        """Forget where it was loaded and will not run again."""
+        self.loaded = {place: of for place, of in self.loaded.items() if is_there(*place)}
 
     def sharding(self, index: int) -> Sharding:
         """Of a result."""
@@ -71,6 +75,7 @@ class Launcher:
         """Once for each process and gang; whether it succeeds, the programs that run will tell."""
         place = (slice, self._cluster.generation(slice), gang)
         if place not in program.loaded:
+            program.forget(self._cluster.is_there)
             command = messages.Load(
                 program.key,
                 gang,

@@ -39,8 +39,8 @@ def set_flags() -> None:
 
 
 def start_service(num_slices: int) -> tuple[int, Any]:
-    """A coordination service on a free port of this machine; it ends with its last reference,
-    and ends every process that is still connected."""
+    """A coordination service on a free port of this machine. It is six threads and half a megabyte;
+    it ends with its last reference, and ends every process that is still connected."""
     from jaxlib import _jax
 
     with socket.socket() as probe:
@@ -92,9 +92,15 @@ def is_of_peer(error: BaseException) -> bool:
 class Devices:
     """A client, and its devices by the ids that the controller knows."""
 
-    def __init__(self, client: Any, by_id: Mapping[int, Any]):
-        self.client, self.by_id = client, by_id
+    def __init__(self, client: Any, by_id: Mapping[int, Any], peers: Any = None):
+        self.client, self.by_id, self._peers = client, by_id, peers
         self.id_of = {device.id: ifrt_id for ifrt_id, device in by_id.items()}
+
+    def part(self) -> None:
+        """Disconnect from the gang's coordination service, whose end would end this process. It
+        does not wait for peers, nor for a program that never ends."""
+        if self._peers is not None:
+            self._peers.shutdown()
 
 
 def alone(devices: Sequence[int]) -> Devices:
@@ -131,7 +137,7 @@ def gang(port: int, rank: int, devices: Sequence[Sequence[int]]) -> Devices:
     for process, ids in enumerate(devices):
         theirs = [device for device in client.devices() if device.process_index == process]
         by_id |= dict(zip(ids, _sorted(theirs), strict=True))
-    return Devices(client, by_id)
+    return Devices(client, by_id, peers)
 
 
 def _sorted(devices: Sequence[Any]) -> list[Any]:

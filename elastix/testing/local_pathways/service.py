@@ -107,12 +107,14 @@ class Service:
         context.add_callback(gone)
         taker = threading.Thread(target=take, daemon=True)
         taker.start()
-        yield from iter(answers.get, None)
-        del self._sessions[session.number]
-        session.buffers.close()
-        taker.join()
-        session.end()
-        self._told("disconnected", session.number)
+        try:
+            yield from iter(answers.get, None)
+        finally:  # also when the client goes while an answer is on its way: gRPC asks for no more
+            del self._sessions[session.number]
+            session.buffers.close()
+            taker.join()
+            session.end()
+            self._told("disconnected", session.number)
 
     def _store(self, requests: Iterable[Any], context: grpc.ServicerContext) -> Any:
         metadata = dict(context.invocation_metadata())[METADATA]

@@ -35,11 +35,12 @@ class Session:
         """The response to a request; an error is in the response, too."""
         response = self._protocol.message("xla.ifrt.proxy.IfrtResponse")()
         response.response_metadata.op_id = request.request_metadata.op_id
-        kind = request.WhichOneof("request").removesuffix("_request")
-        inner = getattr(response, f"{kind}_response")
-        inner.SetInParent()
         try:
-            work = self._handler(kind)(getattr(request, f"{kind}_request"), inner)
+            kind = (request.WhichOneof("request") or "unknown").removesuffix("_request")
+            handle = self._handler(kind)
+            inner = getattr(response, f"{kind}_response")
+            inner.SetInParent()
+            work = handle(getattr(request, f"{kind}_request"), inner)
         except Exception as error:
             return done(self._fail(response, internal(error)))
         if work is None:
@@ -64,7 +65,8 @@ class Session:
         return response if error is None else self._fail(response, internal(error))
 
     def _fail(self, response: Any, failure: Failure) -> Any:
-        response.ClearField(response.WhichOneof("response"))
+        if (named := response.WhichOneof("response")) is not None:
+            response.ClearField(named)
         response.response_metadata.status.code = failure.code
         response.response_metadata.status.message = failure.message
         return response

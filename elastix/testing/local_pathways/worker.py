@@ -68,8 +68,7 @@ class Worker:
                 devices = [self._topology.devices(i) for i in slices]
                 self._lanes[gang] = Lane(devices[rank], lambda: runtime.gang(port, rank, devices))
             case messages.LeaveGang(gang):
-                if gang in self._lanes:
-                    self._lanes.pop(gang).leave()
+                return self._lanes.pop(gang).leave()
             case messages.Load(program, gang):
                 return then(self._lane(gang).load(command, blobs[0]), lambda _: None)
             case messages.Unload(program):
