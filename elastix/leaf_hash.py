@@ -37,7 +37,7 @@ def hash_on_device(leaf: Array) -> UInt32[Array, "2"]:
 
 def hash_on_host(array: np.ndarray) -> tuple[int, int]:
     """The same of a whole array in host memory."""
-    flat = np.ascontiguousarray(array).reshape(-1).view(_word_dtype(array.dtype))
+    flat = _host_words(array)
     sums = [0, 0]
     for start in range(0, flat.size, _CHUNK):
         words = flat[start : start + _CHUNK].astype(np.uint32)
@@ -89,15 +89,32 @@ def _spelled(words: Iterable[int]) -> str:
 
 
 def _words(leaf: Array) -> UInt32[Array, "..."]:
-    unsigned = _word_dtype(np.dtype(leaf.dtype))
     if leaf.dtype == jnp.bool_:
         return leaf.astype(jnp.uint32)
+    if jnp.issubdtype(leaf.dtype, jnp.complexfloating):  # as they lie in memory
+        leaf = jnp.stack([leaf.real, leaf.imag], axis=-1)
+    unsigned = _UNSIGNED.get(width_in_bits(leaf.dtype), jnp.uint32)
     return jax.lax.bitcast_convert_type(leaf, unsigned).astype(jnp.uint32)
 
 
-def _word_dtype(dtype: np.dtype) -> Any:
-    """Unsigned words of an element's own width, at most 32 bits."""
-    return {1: np.uint8, 2: np.uint16}.get(np.dtype(dtype).itemsize, np.uint32)
+def _host_words(array: np.ndarray) -> np.ndarray:
+    """Unsigned words of an element's own width, at most 32 bits: those of `_words`, flat."""
+    flat = np.ascontiguousarray(array).reshape(-1)
+    words = flat.view({1: np.uint8, 2: np.uint16}.get(array.dtype.itemsize, np.uint32))
+    bits = width_in_bits(array.dtype)
+    return words & np.uint8(2**bits - 1) if bits < 8 else words
+
+
+_UNSIGNED = {2: jnp.uint2, 4: jnp.uint4, 8: jnp.uint8, 16: jnp.uint16}
+
+
+def width_in_bits(dtype: Any) -> int:
+    """The width of an element. Those of less than a byte take one in host memory, of which the
+    other bits may be anything."""
+    if dtype == jnp.bool_:
+        return 8
+    info = jnp.finfo if jnp.issubdtype(dtype, jnp.inexact) else jnp.iinfo
+    return info(dtype).bits
 
 
 def _terms(words: Any, index: Any) -> tuple[Any, Any]:

@@ -212,21 +212,10 @@ def refuse_other_leaves(what: str, spec: StateSpec, found: list[dict[str, Any]])
     Raises:
         ValueError: with the leaves that differ, in one line.
     """
-    differences = list(_differences(spec, found))
-    if differences:
+    if differences := spec.misfit(found):
         raise ValueError(
-            f"{what}: the train state of its checkpoint is not that of the recipe: "
-            f"{'; '.join(differences[:4])}{'; ...' if len(differences) > 4 else ''}"
+            f"{what}: the train state of its checkpoint is not that of the recipe: {differences}"
         )
-
-
-def _differences(spec: StateSpec, found: list[dict[str, Any]]) -> Iterator[str]:
-    there = {row["path"]: f"{row['dtype']}{list(row['shape'])}" for row in found}
-    wanted = {leaf.path: f"{leaf.dtype}{list(leaf.shape)}" for leaf in spec.leaves}
-    for path in sorted({*there, *wanted}):
-        if there.get(path) != wanted.get(path):
-            is_there, is_wanted = there.get(path, "not there"), wanted.get(path, "none")
-            yield f"{path} is {is_there}, and the recipe has {is_wanted}"
 
 
 def _load(origin: Origin) -> tuple[Any, Any]:

@@ -11,6 +11,8 @@ import numpy as np
 from jax import Device
 from jax.sharding import Mesh, PartitionSpec
 
+from elastix.plain_values import whole
+
 SLICE, FSDP, TENSOR = "slice", "fsdp", "tensor"
 """The mesh axes: across slices (data-centre network), and two inside a slice (ICI)."""
 
@@ -33,9 +35,9 @@ class MeshSpec:
     tensor: int = 1
 
     def __post_init__(self) -> None:
-        for name, size in (("fsdp", self.fsdp), ("tensor", self.tensor)):
-            if size is not None and size < 1:
-                raise ValueError(f"mesh.{name}={size}: use 1 or more devices")
+        if self.fsdp is not None:
+            whole("mesh.fsdp", self.fsdp, 1)
+        whole("mesh.tensor", self.tensor, 1)
 
     def inner_shape(self, devices_per_slice: int) -> tuple[int, int]:
         """(fsdp, tensor) for a slice of so many devices."""

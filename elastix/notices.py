@@ -21,7 +21,7 @@ from elastix.jsonl import RowReader
 from elastix.machine import PreemptionNoticed
 from elastix.object_store import notices as bucket_notices
 from elastix.object_store.bucket import Bucket, BucketError, bucket_url
-from elastix.object_store.lease import is_held
+from elastix.object_store.lease import Timing, is_held
 from elastix.object_store.rows import BucketFile
 from elastix.usage import UsageParser
 
@@ -38,10 +38,20 @@ class Notice:
 
 
 class Inbox:
-    """The notices of one run directory, oldest first, each once."""
+    """The notices of one run directory, oldest first, each once.
 
-    def __init__(self, run_dir: Path, clock: Callable[[], float] = time.monotonic):
-        self._folder, self._clock = run_dir / "notices", clock
+    Args:
+        clock: seconds on a clock that only goes forward.
+        wall: seconds since 1970, on a clock that may be set.
+    """
+
+    def __init__(
+        self,
+        run_dir: Path,
+        clock: Callable[[], float] = time.monotonic,
+        wall: Callable[[], float] = time.time,
+    ):
+        self._folder, self._clock, self._wall = run_dir / "notices", clock, wall
         self._next_look = 0.0
         for late in self._waiting():  # meant for a process that is gone
             late.rename(late.with_suffix(".missed"))
@@ -60,7 +70,10 @@ class Inbox:
         text = waiting[0].read_text(encoding="utf-8")
         waiting[0].rename(waiting[0].with_suffix(".taken"))
         value = json.loads(text)
-        return Notice(frozenset(value["slices"]), max(0.0, value["until"] - time.time()))
+        # Two clocks, perhaps of two machines, one of which may have been set since. Whatever they
+        # say: never later than the time that was named, counted from now.
+        left = min(value["until"] - self._wall(), value["seconds"])
+        return Notice(frozenset(value["slices"]), max(0.0, left))
 
 
 class Announcements:
@@ -91,18 +104,23 @@ class Announcements:
         return PreemptionNoticed(at=at, epoch=epoch, slices=notice.slices, until=until)
 
 
-def post(run_dir: str | Path, slices: frozenset[int], seconds: float) -> Path | str:
+def post(
+    run_dir: str | Path, slices: frozenset[int], seconds: float, timing: Timing | None = None
+) -> Path | str:
     """Leave a notice for the process that runs in `run_dir`; returns where it is.
+
+    Args:
+        timing: how a lease in a bucket is watched.
 
     Raises:
         ValueError: no process runs there, or a slice does not exist; nothing was written.
         OSError: it cannot be written.
     """
     url = bucket_url(run_dir)
-    value = {"slices": sorted(slices), "until": time.time() + seconds}
+    value = {"slices": sorted(slices), "until": time.time() + seconds, "seconds": seconds}
     if url is None:
         return _post_on_disk(Path(run_dir), slices, json.dumps(value))
-    return _post_in_bucket(Bucket(url), slices, json.dumps(value))
+    return _post_in_bucket(Bucket(url), slices, json.dumps(value), timing)
 
 
 def _post_on_disk(run_dir: Path, slices: frozenset[int], text: str) -> Path:
@@ -117,8 +135,10 @@ def _post_on_disk(run_dir: Path, slices: frozenset[int], text: str) -> Path:
     return path
 
 
-def _post_in_bucket(bucket: Bucket, slices: frozenset[int], text: str) -> str:
-    if not is_held(bucket, time.time()):
+def _post_in_bucket(
+    bucket: Bucket, slices: frozenset[int], text: str, timing: Timing | None
+) -> str:
+    if not is_held(bucket, timing):
         raise ValueError(f"no process runs in {bucket.url}: there is nobody to notify")
     _require_known(bucket.url, slices, BucketFile(bucket, "events.jsonl"))
     return bucket_notices.leave(bucket, text)

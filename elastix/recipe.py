@@ -19,6 +19,8 @@ import optax
 from elastix.data import Stream
 from elastix.machine import Policy
 from elastix.mesh import MeshSpec
+from elastix.plain_values import is_number, whole
+from elastix.reduction import MOST_REPLICAS
 from elastix.step import Loss, Reduction, Work
 
 _MOST_SETS = 1000
@@ -28,14 +30,18 @@ _MOST_SETS = 1000
 class ModelConfig(Protocol):
     """A frozen dataclass of plain values that builds an Equinox module.
 
-    It may have `sharding_rules()`: (regex on the leaf's path, mesh axis of each dim) pairs.
+    It may have `sharding_rules()`: (regex on the leaf's path, mesh axis of each dim) pairs; and
+    `vocab_size`, the number of token ids that it knows: data that state more are refused.
     """
 
     def build(self, key: Any) -> Any: ...
 
 
 class DataConfig(Protocol):
-    """A frozen dataclass of plain values that builds a stream of global batches."""
+    """A frozen dataclass of plain values that builds a stream of global batches.
+
+    It may have `vocab_size`: every token id in its batches is below it.
+    """
 
     def build(self, global_batch: int, seed: int) -> Stream: ...
 
@@ -72,23 +78,25 @@ class AdamW:
     clip: float | None = 1.0
 
     def __post_init__(self) -> None:
-        if not 0 < self.peak < math.inf:
-            raise ValueError(f"optimizer.peak={self.peak}: use a learning rate above 0")
+        self._require("peak", lambda x: x > 0, "a learning rate above 0, finite in float32")
         for name in ("b1", "b2"):
-            if not 0 <= getattr(self, name) < 1:
-                raise ValueError(f"optimizer.{name}={getattr(self, name)}: use 0 to below 1")
-        if not 0 <= self.weight_decay < math.inf:
-            raise ValueError(f"optimizer.weight_decay={self.weight_decay}: use 0 or more")
-        if not 0 <= self.floor <= 1:
-            raise ValueError(f"optimizer.floor={self.floor}: use a share from 0 to 1")
-        if self.clip is not None and not 0 < self.clip < math.inf:
-            raise ValueError(f"optimizer.clip={self.clip}: use a norm above 0, or None")
-        if self.warmup < 0:
-            raise ValueError(f"optimizer.warmup={self.warmup}: use 0 or more updates")
+            self._require(name, lambda x: 0 <= x < 1, "0 to below 1")
+        self._require("weight_decay", lambda x: x >= 0, "0 or more, finite in float32")
+        self._require("floor", lambda x: 0 <= x <= 1, "a share from 0 to 1")
+        if self.clip is not None:
+            self._require("clip", lambda x: x > 0, "a norm above 0, finite in float32, or None")
+        whole("optimizer.warmup", self.warmup, 0)
+        if self.decay is not None:
+            whole("optimizer.decay", self.decay, 1)
         if self.decay is not None and self.decay <= self.warmup:
             raise ValueError(
                 f"optimizer.decay={self.decay}: use more updates than warmup={self.warmup}"
             )
+
+    def _require(self, name: str, will_do: Callable[[float], bool], wanted: str) -> None:
+        value = getattr(self, name)
+        if not (is_number(value) and will_do(value)):
+            raise ValueError(f"optimizer.{name}={value!r}: use {wanted}")
 
     def learning_rate(self, step: Any) -> Any:
         """The rate of the update that follows `step` updates."""
@@ -157,12 +165,11 @@ class Recipe:
 
     def __post_init__(self) -> None:
         for name in ("num_steps", "global_batch", "num_replicas", "microbatches"):
-            value = getattr(self, name)
-            if not isinstance(value, int) or value < 1:
-                raise ValueError(f"{name}={value!r}: use a whole number, 1 or more")
+            whole(name, getattr(self, name), 1)
         for name, kind in (("policy", Policy), ("mesh", MeshSpec), ("hooks", tuple)):
             if not isinstance(getattr(self, name), kind):
                 raise ValueError(f"{name}={getattr(self, name)!r}: use a {kind.__name__}")
+        self._refuse_other_kinds()
         if self.global_batch % self.num_replicas:
             raise ValueError(
                 f"global_batch={self.global_batch} cannot be split into "
@@ -180,12 +187,28 @@ class Recipe:
                 f"policy.eval_every={self.policy.eval_every} but eval_data=None: say what to "
                 "evaluate on, or set eval_every=0"
             )
-        if self.eval_batches is not None and self.eval_batches < 1:
-            raise ValueError(f"eval_batches={self.eval_batches}: use 1 or more, or None for all")
+        if self.eval_batches is not None:
+            whole("eval_batches", self.eval_batches, 1)
         if self.reduction not in ("ordered", "fast"):
             raise ValueError(f"reduction={self.reduction!r}: use 'ordered' or 'fast'")
-        if not 0 <= self.seed < 2**32:
-            raise ValueError(f"seed={self.seed}: use 0 to {2**32 - 1}")
+        if self.reduction == "ordered" and self.num_replicas > MOST_REPLICAS:
+            raise ValueError(
+                f"num_replicas={self.num_replicas}: use at most {MOST_REPLICAS}, or "
+                "reduction='fast'"
+            )
+        whole("seed", self.seed, 0, 2**32 - 1)
+
+    def _refuse_other_kinds(self) -> None:
+        """What holds code cannot be checked, but whether it is there can."""
+        for name in ("model", "data", "optimizer", "eval_data"):
+            value = getattr(self, name)
+            if not callable(getattr(value, "build", None)) and (name, value) != ("eval_data", None):
+                raise ValueError(f"{name}={value!r}: use a configuration, which has a build()")
+        for name, value in (("loss", self.loss), ("eval_loss", self.eval_loss)):
+            if not callable(value) and (name, value) != ("eval_loss", None):
+                raise ValueError(f"{name}={value!r}: use a function")
+        if not all(map(callable, self.hooks)):
+            raise ValueError(f"hooks={self.hooks!r}: use functions")
 
     def identity(self) -> dict[str, Any]:
         """What makes this run another run if it changes, as JSON values."""
@@ -229,6 +252,23 @@ class Recipe:
                 f"policy.warm='all' would compile for {sets} sets of {num_slices} slices, and "
                 f"{_MOST_SETS} are the most: use next, or raise policy.min_slices"
             )
+
+    def check_vocabulary(self) -> None:
+        """Refuse data with token ids that the model does not have: on a device, they would be read
+        as others in silence. Data and models that state no `vocab_size` are not compared.
+
+        Raises:
+            ValueError: the data state more than the model; or they cannot be opened.
+        """
+        known = getattr(self.model, "vocab_size", None)
+        evaluated = (("eval_data", self.eval_data),) if self.policy.eval_every else ()
+        for name, data in (("data", self.data), *evaluated):
+            ids = getattr(data, "vocab_size", None) if known is not None else None
+            if known is not None and ids is not None and ids > known:
+                raise ValueError(
+                    f"model.vocab_size={known} is less than {name}.vocab_size={ids}, the token ids "
+                    f"that there may be: use a model of {ids} or more, or data of fewer"
+                )
 
     def build_eval_data(self) -> tuple[Stream, int]:
         """The evaluation data, and how many of its batches are evaluated.

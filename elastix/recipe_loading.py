@@ -11,14 +11,13 @@ import importlib.util
 import os
 import re
 import sys
-import sysconfig
-import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 
 from elastix.recipe import Recipe
+from elastix.user_code import is_installed, told
 
 DEFAULT_FUNCTION = "recipe"
 _PROJECT_FILES = ("pyproject.toml", "setup.py", "setup.cfg", ".git")
@@ -119,7 +118,7 @@ def _import(given: str, place: str) -> ModuleType:
             "name a module, or a file that ends in .py"
         )
     origin = Path(spec.origin)
-    if _is_installed(origin):
+    if is_installed(origin):
         return _guarded(given, lambda: importlib.import_module(place))
     return _import_file(given, origin)
 
@@ -182,11 +181,6 @@ def _put_on_path(folder: Path) -> None:
         sys.path.insert(0, str(folder))
 
 
-def _is_installed(file: Path) -> bool:
-    roots = {sysconfig.get_paths()[kind] for kind in ("purelib", "platlib", "stdlib")}
-    return any(file.is_relative_to(root) for root in roots)
-
-
 def _guarded(given: str, load: Callable[[], ModuleType]) -> ModuleType:
     try:
         return load()
@@ -195,11 +189,4 @@ def _guarded(given: str, load: Callable[[], ModuleType]) -> ModuleType:
 
 
 def _failed(given: str, how: str, error: BaseException) -> str:
-    if isinstance(error, SyntaxError):
-        where = f"{error.filename} line {error.lineno}"
-    else:
-        frames = traceback.extract_tb(error.__traceback__)
-        ours = [f for f in frames if "importlib" not in f.filename and f.filename != __file__]
-        where = f"{ours[-1].filename} line {ours[-1].lineno}" if ours else "where it is called"
-    message = getattr(error, "msg", None) or str(error)
-    return f"recipe {given} {how}: {type(error).__name__}: {message} ({where}): correct it there"
+    return f"recipe {given} {how}: {told(error)}: correct it there"

@@ -16,18 +16,14 @@ from typing import Any
 
 from elastix.arrays import Arrays
 from elastix.backends import Backend, Health, slices_of
-from elastix.background import start, wait_for
-from elastix.checkpoints import CheckpointError
-from elastix.classification import StuckError
 from elastix.compile_cache import count_compiles
-from elastix.data import Stream
 from elastix.driver import Driver
 from elastix.evaluation import EvalLog, Evaluations
 from elastix.event_log import EventLog
 from elastix.faults import Fault
 from elastix.feed import StreamFeed
 from elastix.jsonl import append, read_rows
-from elastix.lineage import Origin, fork, refuse_other_leaves
+from elastix.lineage import Origin, fork
 from elastix.machine import (
     DataFailed,
     Done,
@@ -44,9 +40,15 @@ from elastix.machine import (
 )
 from elastix.metrics import MetricsLog, Row
 from elastix.notices import Announcements, Inbox
-from elastix.program import Batch, Program
 from elastix.recipe import Hook, Recipe
 from elastix.recoveries import Recoveries, Recovery
+from elastix.refusals import (
+    build_data,
+    build_eval_data,
+    build_program,
+    first_batch,
+    refuse_leaves_of_another,
+)
 from elastix.retraction import retract_wrong_steps
 from elastix.run_directory import RunDirectory
 from elastix.saver import Saver
@@ -87,12 +89,13 @@ def train(
     count_compiles()
     backend = backend or default_backend()
     recipe.check_slices(len(backend.devices))
+    recipe.check_vocabulary()
     backend.check_faults(faults, recipe.num_steps)
-    stream = recipe.data.build(recipe.global_batch, recipe.seed)
-    sample = _first_batch("data", stream, recipe, backend)
-    evaluated = recipe.build_eval_data() if recipe.policy.eval_every else None
-    eval_sample = _first_batch("eval_data", evaluated[0], recipe, backend) if evaluated else None
-    program = Program(recipe, sample, backend.devices, eval_sample, backend.transfers)
+    stream = build_data(recipe)
+    sample = first_batch("data", stream, recipe, backend)
+    evaluated = build_eval_data(recipe)
+    eval_sample = first_batch("eval_data", evaluated[0], recipe, backend) if evaluated else None
+    program = build_program(recipe, sample, eval_sample, backend)
     with contextlib.ExitStack() as stack:
         directory = None
         if fork_from and not run_dir:
@@ -107,7 +110,7 @@ def train(
                 fork(fork_from, run_dir, recipe, program.spec, stream.fingerprint, numerics)
             directory = RunDirectory.open(run_dir, recipe, stream.fingerprint, numerics)
             stack.callback(directory.close)
-            _refuse_other_leaves(directory, program)
+            refuse_leaves_of_another(directory, program)
         backend.script_faults(faults)
         stop = stop or stack.enter_context(_stop_on_signals())
         if directory:
@@ -115,23 +118,6 @@ def train(
         shown = QuietDisplay(display) if display else NoDisplay()
         run = _Run(recipe, program, stream, evaluated, backend, directory, shown, stop)
         return run.execute()
-
-
-def _first_batch(what: str, stream: Stream, recipe: Recipe, backend: Backend) -> Batch:
-    deadline = recipe.policy.prepare_deadline
-    try:
-        job = start(lambda: next(stream.batches(0)))
-        return wait_for(job, backend, (), deadline, f"{what}: reading the first batch")
-    except StuckError as error:
-        raise ValueError(f"{error} ({deadline:g} s): see whether its source answers") from error
-
-
-def _refuse_other_leaves(directory: RunDirectory, program: Program) -> None:
-    """The identity of a recipe does not tell that the code of its model has changed."""
-    with contextlib.suppress(CheckpointError, IndexError):  # what is bad, a restore will tell
-        step = directory.store.steps()[-1]
-        leaves: Any = directory.store.metadata(step)["checkpoint"]
-        refuse_other_leaves(f"run directory {directory.name}", program.spec, leaves["leaves"])
 
 
 def default_backend() -> Backend:
@@ -219,7 +205,9 @@ class _Run:
             return None
         metadata = self._checkpoint_metadata()
         policy = self._recipe.policy
-        return Saver(self._store, self._backend, self._program.shapes, metadata, policy)
+        program = self._program
+        misfit = program.spec.misfit
+        return Saver(self._store, self._backend, program.shapes, metadata, policy, misfit)
 
     def _evaluations(self) -> Evaluations | None:
         if self._evaluated is None:

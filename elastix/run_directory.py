@@ -162,7 +162,7 @@ def _refuse_unwritable(path: Path) -> None:
 
 
 def _refuse_fewer_steps(home: Home, store: CheckpointStore, recipe: Recipe) -> None:
-    newest = _newest(store)
+    newest = newest_step(store)
     if newest > recipe.num_steps:
         raise ValueError(
             f"num_steps={recipe.num_steps} is less than what is done: {home.name} has a checkpoint "
@@ -171,7 +171,7 @@ def _refuse_fewer_steps(home: Home, store: CheckpointStore, recipe: Recipe) -> N
 
 
 def _refuse_lost_rows(home: Home, store: CheckpointStore, rows: int) -> None:
-    newest = _newest(store)
+    newest = newest_step(store)
     if newest > rows:
         raise ValueError(
             f"{home.name}/metrics.jsonl has rows up to step {rows}, and there is a checkpoint of "
@@ -179,7 +179,7 @@ def _refuse_lost_rows(home: Home, store: CheckpointStore, rows: int) -> None:
         )
 
 
-def _newest(store: CheckpointStore) -> int:
+def newest_step(store: CheckpointStore) -> int:
     """The newest step whose metadata are not damaged, or 0: another will be set aside, and must
     not keep the run from the good ones."""
     for step in reversed(store.steps()):

@@ -24,6 +24,9 @@ SaveAnswer = Saved | SaveFailed
 Place = Callable[[str, np.ndarray], Any]
 """Takes the path and the values of a leaf."""
 
+Misfit = Callable[[list[dict[str, Any]]], str | None]
+"""Takes the rows of a checkpoint's leaves: path, dtype, shape."""
+
 
 def keep(path: str, leaf: np.ndarray) -> np.ndarray:
     """Nothing is placed: the leaf stays in host memory."""
@@ -36,6 +39,8 @@ class Saver:
     Args:
         shapes: the shape of each leaf.
         metadata: what goes into each checkpoint beside the progress of the run.
+        misfit: how the leaves of a checkpoint differ from those of the run, from the rows of its
+            metadata; None if they do not.
     """
 
     def __init__(
@@ -45,8 +50,9 @@ class Saver:
         shapes: Shapes,
         metadata: dict[str, Any],
         policy: Policy,
+        misfit: Misfit = lambda rows: None,
     ):
-        self._store, self._backend = store, backend
+        self._store, self._backend, self._misfit = store, backend, misfit
         self._shapes, self._metadata, self._policy = shapes, metadata, policy
         self._thread = Worker("elastix-checkpoints")
         self._answers: queue.SimpleQueue[tuple[int, SaveAnswer]] = queue.SimpleQueue()
@@ -139,6 +145,7 @@ class Saver:
 
     def _load(self, step: int, place: Place) -> tuple[dict[str, Any], dict[str, object]]:
         try:
+            self._refuse_misfit(step)
             leaves, metadata = self._store.stream(step)
             hashes: Any = metadata.get("leaf_hashes", {})
             placed = {}
@@ -153,6 +160,13 @@ class Saver:
         except CheckpointError as error:
             self._store.set_aside(step, str(error))
             raise
+
+    def _refuse_misfit(self, step: int) -> None:
+        """A good checkpoint is none of this run's if its leaves are others."""
+        own: Any = self._store.metadata(step)["checkpoint"]
+        if differences := self._misfit(own["leaves"]):
+            what = f"its train state is not that of the recipe: {differences}"
+            raise CheckpointError(f"step {step}: {what}")
 
     def _answer(
         self, number: int, effect: Save, copy: HostSnapshot | None, metadata: dict[str, Any]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +17,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Int, Key, PyTree
 
 from elastix.mesh import SLICE, ShardingRules, partition_spec
+from elastix.user_code import building
 
 Leaves = dict[str, Any]
 """The flat form: one raw array for each key path. Typed keys stand as their key data."""
@@ -65,10 +66,14 @@ class StateSpec:
         seed: int,
     ):
         self._build_model, self.optimizer, self._seed = build_model, optimizer, seed
-        model = eqx.filter_eval_shape(build_model, jax.eval_shape(lambda: jax.random.key(0)))
+        config = getattr(build_model, "__self__", build_model)
+        with building(f"model {config!r}"):
+            model = eqx.filter_eval_shape(build_model, jax.eval_shape(lambda: jax.random.key(0)))
+        _refuse_negative(f"model {config!r}", model)
         is_struct = lambda x: isinstance(x, jax.ShapeDtypeStruct)  # noqa: E731
         _, self.static_model = eqx.partition(model, is_struct)
-        abstract = jax.eval_shape(self._init)
+        with building("the state of the optimizer"):
+            abstract = jax.eval_shape(self._init)
         flat, self._treedef = jax.tree_util.tree_flatten_with_path(abstract)
         self.leaves = tuple(_leaf_spec(jax.tree_util.keystr(path), leaf) for path, leaf in flat)
         self.paths = tuple(leaf.path for leaf in self.leaves)
@@ -102,6 +107,21 @@ class StateSpec:
             for s in self.leaves
         ]
         return jax.tree.unflatten(self._treedef, typed)
+
+    def misfit(self, rows: Iterable[Mapping[str, Any]]) -> str | None:
+        """How the leaves of a checkpoint differ from those here, in words; None if they do not.
+
+        Args:
+            rows: path, dtype and shape of each leaf, as a checkpoint's metadata have them.
+        """
+        there = {row["path"]: f"{row['dtype']}{list(row['shape'])}" for row in rows}
+        here = {leaf.path: f"{leaf.dtype}{list(leaf.shape)}" for leaf in self.leaves}
+        found = [
+            f"{path} is {there.get(path, 'not there')}, and the recipe has {here.get(path, 'none')}"
+            for path in sorted({*there, *here})
+            if there.get(path) != here.get(path)
+        ]
+        return "; ".join([*found[:4], *(["..."] if len(found) > 4 else [])]) or None
 
     def specs(self, rules: ShardingRules, mesh: Mesh) -> dict[str, PartitionSpec]:
         """The partition spec of each leaf; none names `slice`."""
@@ -157,6 +177,16 @@ def little_endian_bytes(array: np.ndarray) -> bytes:
     return (array.byteswap() if big else array).tobytes()
 
 
+def _refuse_negative(what: str, model: PyTree) -> None:
+    """JAX lets shapes with negative dims pass until they are used."""
+    for path, leaf in jax.tree_util.tree_leaves_with_path(model):
+        if isinstance(leaf, jax.ShapeDtypeStruct) and min(leaf.shape, default=0) < 0:
+            where = jax.tree_util.keystr(path)
+            raise ValueError(
+                f"{what} cannot be built: {where} would have shape {leaf.shape}: correct its values"
+            )
+
+
 def _leaf_spec(path: str, leaf: jax.ShapeDtypeStruct) -> LeafSpec:
     if not jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         return LeafSpec(path, leaf.shape, np.dtype(leaf.dtype), None, str(np.dtype(leaf.dtype)))
@@ -171,9 +201,11 @@ def _leaf_spec(path: str, leaf: jax.ShapeDtypeStruct) -> LeafSpec:
 
 
 def all_finite(leaves: Mapping[str, np.ndarray]) -> bool:
-    """Whether no floating-point value of the state is NaN or infinite."""
-    return all(
-        bool(np.isfinite(np.asarray(x).astype(np.float32)).all())
-        for x in leaves.values()
-        if jnp.issubdtype(x.dtype, jnp.floating)
-    )
+    """Whether no value of the state is NaN or infinite, or, if it is complex, has such a part."""
+    inexact = (np.asarray(x) for x in leaves.values() if jnp.issubdtype(x.dtype, jnp.inexact))
+    return all(bool(np.isfinite(_as_numpy_knows(x)).all()) for x in inexact)
+
+
+def _as_numpy_knows(array: np.ndarray) -> np.ndarray:
+    """An extension type, all of which are narrower, as float32."""
+    return array if array.dtype.isbuiltin == 1 else array.astype(np.float32)

@@ -6,7 +6,7 @@ one of the Qwen3 report (arXiv:2505.09388).
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import NamedTuple
 
 import equinox as eqx
@@ -16,6 +16,8 @@ from einops import rearrange
 from jaxtyping import Array, Bool, Float, Float32, Int, Key, PRNGKeyArray, Shaped
 
 INIT_STD = 0.02
+LARGEST_SIZE = 2**31 - 1
+LARGEST_NUMBER = 3.4e38
 
 Stream = Float[Array, "seq hidden"]
 Heads = Float[Array, "seq heads head_dim"]
@@ -50,9 +52,8 @@ class Qwen3Config:
     compute_dtype: str = "float32"
 
     def __post_init__(self):
-        for name, value in vars(self).items():
-            if type(value) in (int, float) and name != "dropout" and not value > 0:
-                raise ValueError(f"{name}={value}: give a number above 0")
+        for field in fields(self):
+            _check_kind(field.name, field.type, getattr(self, field.name))
         heads, kv_heads = self.num_heads, self.num_kv_heads
         if heads % kv_heads:
             raise ValueError(f"num_kv_heads={kv_heads}: give a divisor of num_heads={heads}")
@@ -91,6 +92,19 @@ class Qwen3Config:
             (r"\.layers\.(attention\.o|mlp\.down)\.weight$", (None, "tensor", "fsdp")),
             (r"\.layers\.\w+(\.[qk])?_norm\.weight$", (None, None)),
         )
+
+
+def _check_kind(name: str, kind: object, value: object) -> None:
+    """Raises ValueError unless `value` is of the kind of its field, and no size too large."""
+    whole = isinstance(value, int) and not isinstance(value, bool)
+    if kind is int and not (whole and 0 < value <= LARGEST_SIZE):
+        raise ValueError(f"{name}={value!r}: give a whole number from 1 to {LARGEST_SIZE}")
+    if kind is float and not (whole or isinstance(value, float)):
+        raise ValueError(f"{name}={value!r}: give a number")
+    if kind is float and name != "dropout" and not 0 < value <= LARGEST_NUMBER:
+        raise ValueError(f"{name}={value!r}: give a number above 0 that is finite in float32")
+    if kind is bool and not isinstance(value, bool):
+        raise ValueError(f"{name}={value!r}: give True or False")
 
 
 def residual_std(config: Qwen3Config) -> float:

@@ -1,11 +1,13 @@
 """elastix.cli: what is typed, what is refused and with which words, and how a run ends."""
 
 import json
+import os
 import random
 import re
 import signal
 import subprocess
 import sys
+import tempfile
 from dataclasses import replace
 from pathlib import Path
 
@@ -177,7 +179,20 @@ BAD_INPUT = [
     (["run", TINY, "--reduction", "slow"], ["'slow'", "ordered"]),
     (["run", TINY, "--policy.inflight", 0], ["policy.inflight=0", "use 1 or more"]),
     (["run", TINY, "--optimizer.peak", -1], ["optimizer.peak=-1", "above 0"]),
+    (["run", TINY, "--optimizer.peak", "1e300"], ["optimizer.peak=1e+300", "finite in float32"]),
+    (["run", TINY, "--optimizer.decay", 10**20], ["optimizer.decay=1000", "2147483647 or less"]),
+    (["run", TINY, "--num-steps", 10**20], ["num_steps=1000", "2147483647 or less"]),
+    # Sizes that no model has, and token ids that this one does not.
+    (["run", QUICK, "--model.vocab-size", 256], ["model.vocab_size=256", "data.vocab_size=257"]),
+    (["run", QUICK, "--model.vocab-size", 10**20], ["vocab_size=1000", "1 to 2147483647"]),
+    (["run", QUICK, "--model.num-layers", 0], ["num_layers=0", "1 to 2147483647"]),
+    (["run", QUICK, "--model.num-kv-heads", 3], ["num_kv_heads=3", "a divisor of num_heads=4"]),
+    (["run", TINY, "--model.width", -1], ["model MLPConfig(width=-1)", ".hidden", "(4, -1)"]),
+    (["run", TINY, "--model.width", 10**20], ["model MLPConfig(width=1000", "tiny.py line 41"]),
+    (["run", QUICK, "--model.vocab-size", 2 * 10**9], ["the train state is", "a smaller model"]),
     # A batch or replicas that cannot be split.
+    (["run", TINY, "--num-replicas", 2**15, "--global-batch", 2**15], ["at most 16384"]),
+    (["run", QUICK, "--global-batch", 24 * 10**7, "--data.seq-len", 50_000], ["use fewer"]),
     (["run", f"{TINY}:unsplittable"], ["global_batch=9", "num_replicas=4", "multiple of 4"]),
     (["run", TINY, "--global-batch", 13], ["global_batch=13", "multiple of 4"]),
     (["run", TINY, "--num-replicas", 2], ["num_replicas=2", "at least 4"]),
@@ -334,6 +349,17 @@ def test_a_preempted_run_is_resumed_by_the_same_command(elastix, monkeypatch, un
     assert summary(Path("here"))["losses"] == undisturbed["losses"]
 
 
+@pytest.fixture(params=["disk", pytest.param("memory", marks=pytest.mark.soak)])
+def folder(request, tmp_path):
+    """Where a run lies: on a disk, and where nothing is durable and a sync does nothing."""
+    memory = Path("/dev/shm")
+    if request.param == "disk" or not os.access(memory, os.W_OK):
+        yield tmp_path
+        return
+    with tempfile.TemporaryDirectory(dir=memory) as made:
+        yield Path(made)
+
+
 def in_a_process(tmp_path, *arguments: object, **env: str) -> subprocess.CompletedProcess:
     options = ["--compile-cache", "off", "--run-dir", tmp_path / "run"]
     command = [sys.executable, "-m", "elastix", *arguments, *options]
@@ -352,25 +378,23 @@ def test_a_second_ctrl_c_ends_the_run_at_once(tmp_path):
 
 
 def test_a_killed_run_ends_with_the_same_bits_when_it_is_run_again(
-    elastix, monkeypatch, tmp_path, undisturbed
+    elastix, monkeypatch, folder, undisturbed
 ):
     kill_at = random.randrange(1, 40)
     print("killed at step", kill_at)
     command = ["run", f"{TINY}:killed", "--lose", "1@5"]
-    killed = in_a_process(tmp_path, *command, KILL_AT=str(kill_at))
+    killed = in_a_process(folder, *command, KILL_AT=str(kill_at))
     assert (killed.returncode, killed.stderr) == (-signal.SIGKILL, "")
-    checkpoints = [
-        int(p.name) for p in (tmp_path / "run/checkpoints").iterdir() if p.name.isdigit()
-    ]
+    checkpoints = [int(p.name) for p in (folder / "run/checkpoints").iterdir() if p.name.isdigit()]
     monkeypatch.setenv("KILL_AT", "0")
-    options = ["--compile-cache", "off", "--run-dir", tmp_path / "run"]
+    options = ["--compile-cache", "off", "--run-dir", folder / "run"]
     status, _, err = elastix(*command[:2], *options)
     assert (status, err) == (0, "")
-    end = summary(tmp_path / "run")
+    end = summary(folder / "run")
     assert end["resumed_at"] >= max(checkpoints, default=0)
     for key in ("state_sha256", "consumed", "losses"):
         assert end[key] == undisturbed[key], key
-    rows = [json.loads(r) for r in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    rows = [json.loads(r) for r in (folder / "run/metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == list(range(1, 41))
 
 

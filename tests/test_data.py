@@ -214,17 +214,38 @@ def test_a_source_with_one_buffer_is_read_by_one_thread_at_a_time():
 
 
 def test_discarded_iterators_leave_no_thread():
-    data = squares(10)
-    before = set(threading.enumerate())
+    data, before, begun = squares(10), set(threading.enumerate()), set()
     for position in range(20):
         iterator = data.batches(position)
         next(iterator)
+        begun |= set(threading.enumerate()) - before  # an earlier test may have left others
         del iterator
-    begun = set(threading.enumerate()) - before  # an earlier test may have left others
+    assert begun, "each reads ahead in a thread"
+    assert_ended(begun)
+
+
+def test_an_iterator_that_failed_leaves_no_thread_though_its_error_is_kept():
+    """The error holds its traceback, that holds the iterator: only closing it ends the thread."""
+    before, begun, kept = set(threading.enumerate()), set(), []
+
+    def read_to_the_end(iterator):
+        for _ in iterator:
+            begun.update(set(threading.enumerate()) - before)
+
+    for failing in range(4, 40, 4):
+        source = Squares(40, failures=[failing])
+        with pytest.raises(OSError, match=f"disk error at {failing}") as error:
+            read_to_the_end(squares(source=source, shuffle=False).batches(0))
+        kept.append(error)
+    assert begun and len(kept) == 9
+    assert_ended(begun)
+
+
+def assert_ended(threads):
     give_up = time.monotonic() + 10
-    for thread in begun:
+    for thread in threads:
         thread.join(max(0.0, give_up - time.monotonic()))
-    assert not any(thread.is_alive() for thread in begun)
+    assert not [thread for thread in threads if thread.is_alive()]
 
 
 def test_bfloat16_and_bool_columns():

@@ -198,7 +198,7 @@ def test_an_interval_without_data_is_refused():
         replace(NET, eval_data=None)
 
 
-@pytest.mark.parametrize(("batches", "message"), [(0, "use 1 or more"), (4, "give more")])
+@pytest.mark.parametrize(("batches", "message"), [(0, "1 or more"), (4, "give more")])
 def test_more_batches_than_there_are_are_refused(batches, message):
     with pytest.raises(ValueError, match=rf"eval_batches={batches}.*{message}"):
         run(recipe=replace(NET, eval_batches=batches))

@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import threading
+import time
 from dataclasses import replace
 
 import pytest
@@ -67,6 +68,20 @@ def test_an_inbox_gives_each_notice_once_and_the_oldest_first(tmp_path):
     first, second = inbox.take(), inbox.take()
     assert first.slices == {2} and 50.0 < first.seconds <= 60.0
     assert second.slices == frozenset() and inbox.take() is None
+
+
+@pytest.mark.parametrize(("jump", "left"), [(0.0, 60.0), (3600.0, 0.0), (-3600.0, 60.0)])
+def test_a_notice_is_never_later_than_it_said_whatever_the_wall_clock_was_set_to(
+    tmp_path, jump, left
+):
+    """Too early costs the slice some time; too late, and it is gone before it is left."""
+    run_dir = tmp_path / "run"
+    train(replace(NET, num_steps=1), backend=SimulatedBackend(4, 2), run_dir=run_dir)
+    inbox = Inbox(run_dir, wall=lambda: time.time() + jump)
+    with held_lock(run_dir):
+        post(run_dir, frozenset({2}), 60.0)
+    notice = inbox.take()
+    assert notice.slices == {2} and left - 10.0 <= notice.seconds <= left
 
 
 def test_a_notice_for_a_process_that_is_gone_is_not_obeyed_by_the_next(tmp_path):

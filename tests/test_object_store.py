@@ -6,6 +6,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -21,7 +22,7 @@ from elastix.checkpoints import (
 )
 from elastix.object_store.bucket import LOCK, Bucket, BucketError, bucket_url
 from elastix.object_store.checkpoints import MARKER, BucketFolder
-from elastix.object_store.lease import EXPIRY, Lease, LeaseLostError, Timing
+from elastix.object_store.lease import EXPIRY, Lease, LeaseLostError, Timing, is_held
 from elastix.object_store.rows import BucketFile, Mirror
 from elastix.testing import VirtualClock
 from tests.fake_gcs import QUICK, URL, arrays_of, bucket, flip, gcs, images_of, lay, server
@@ -325,6 +326,30 @@ def test_a_lease_that_is_renewed_is_not_taken_over(bucket):
     with pytest.raises(ValueError, match=who):
         taken(bucket, during=first.renew)
     first.renew()
+
+
+@pytest.mark.parametrize("jump", [3600.0, -3600.0, 0.0])
+def test_who_holds_a_lease_is_told_whatever_the_wall_clock_was_set_to(bucket, jump):
+    """By looking for a renewal where two clocks differ, of one that lives and one that died."""
+    first, _, _ = taken(bucket)
+    looks = []
+
+    def held(during):
+        clock = VirtualClock()
+
+        def wait(seconds):
+            clock.sleep(seconds)
+            looks.append(seconds)
+            during()
+
+        return is_held(bucket, Timing(clock.now, wait), lambda: time.time() + jump)
+
+    assert held(first.renew)
+    assert len(looks) == (1 if jump else 0)
+    if jump:
+        assert not held(lambda: None)
+    first.release()
+    assert not held(lambda: None)
 
 
 def test_a_lease_that_was_given_back_is_taken_at_once(bucket):

@@ -172,6 +172,12 @@ class Mixture:
         check_shuffle(self.shuffle)
         check_prefetch(self.prefetch)
 
+    @property
+    def vocab_size(self) -> int | None:
+        """The most token ids that one of the parts states; None if none does."""
+        stated = [getattr(part, "vocab_size", None) for part in self.parts]
+        return max((ids for ids in stated if ids is not None), default=None)
+
     def build(self, global_batch: int, seed: int) -> Stream:
         """Opens all parts and returns their stream."""
         opened: list[Opened] = [config.open() for config in self.parts]

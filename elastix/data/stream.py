@@ -1,6 +1,7 @@
 """One global stream of batches: batch n is the same on every mesh, so its state is the number n."""
 
 import json
+import math
 import operator
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -11,9 +12,11 @@ import grain
 import numpy as np
 
 from elastix.data.order import example_at
+from elastix.host_memory import host_memory
 
 _HORIZON = 2**52  # examples: no run lasts as long, and no count overflows
 _MOST_PREFETCH = 1000
+_ID_BYTES = 64  # of the number of an example, while a batch is made
 _COLUMN_KINDS = "biufcV"  # V: also the extension types of ml_dtypes, such as bfloat16
 
 _Columns = list[tuple[str, tuple[np.dtype, tuple[int, ...]]]]
@@ -189,6 +192,7 @@ class _Batches:
         if not 0 < self.size <= _HORIZON:
             raise DataError(f"source has {self.size} records; it must have 1 to {_HORIZON}")
         self.columns = _columns(0, self._read(0))
+        _refuse_too_large(global_batch, self.columns)
 
     def __len__(self) -> int:
         return _HORIZON // self._global_batch
@@ -240,6 +244,16 @@ def _columns(index: int, record: dict[str, np.ndarray]) -> _Columns:
         if array.dtype.kind not in _COLUMN_KINDS or array.dtype.type is np.void:
             raise DataError(f"record {index} column {name!r} is {array.dtype}; make it numbers")
     return sorted((name, (array.dtype, array.shape)) for name, array in record.items())
+
+
+def _refuse_too_large(global_batch: int, columns: _Columns) -> None:
+    """Before one is made: the system would end the process without a word."""
+    example = sum(dtype.itemsize * math.prod(shape) for _, (dtype, shape) in columns) + _ID_BYTES
+    if global_batch * example > host_memory():
+        raise DataError(
+            f"global_batch={global_batch} examples of {example} bytes are {global_batch * example} "
+            f"bytes and there are {host_memory()} of memory; use fewer"
+        )
 
 
 def _spelled(columns: _Columns) -> dict[str, str]:

@@ -131,18 +131,29 @@ class Lease:
         )
 
 
-def is_held(bucket: Bucket, now: float) -> bool:
-    """Whether a process seems to hold the lease at `now`, in seconds since 1970. That compares two
-    clocks, so it is good enough to tell somebody, and for nothing else.
+def is_held(
+    bucket: Bucket, timing: Timing | None = None, wall: Callable[[], float] = time.time
+) -> bool:
+    """Whether a process holds the lease, as far as can be told: it was renewed lately or, because
+    that compares two clocks, it is renewed while somebody looks.
 
     Raises:
         BucketError: it cannot be read.
     """
-    data = bucket.read(LOCK)
-    if data is None or _is_free(data):
-        return False
-    renewed_at = _parse(data).get("renewed_at")
-    return isinstance(renewed_at, float) and now - renewed_at < 2 * EXPIRY
+    timing = timing or Timing()
+    data, generation = bucket.stamped(LOCK)
+    until = timing.now() + 2 * RENEW
+    while data is not None and not _is_free(data):
+        renewed_at = _parse(data).get("renewed_at")
+        if isinstance(renewed_at, float) and abs(wall() - renewed_at) < 2 * EXPIRY:
+            return True
+        if timing.now() >= until:
+            return False
+        timing.wait(_LOOK)
+        data, seen = bucket.stamped(LOCK)
+        if seen != generation and data is not None and not _is_free(data):
+            return True
+    return False
 
 
 def _holder(data: bytes) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -55,6 +56,10 @@ LEAVES = {
     "bool": np.array([True, False, True]),
     "scalar": np.float32(3.0)[None][0:1].reshape(()),
     "empty": np.zeros((0, 4), np.float32),
+    "c64": np.array([[1 + 2j, -0.0 - 1j], [complex(np.nan, 3), 0.5j]], np.complex64),
+    "i4": np.arange(-8, 8).astype(ml_dtypes.int4).reshape(2, 8),
+    "u2": np.array([3, 0, 1], ml_dtypes.uint2),
+    "f8": np.array([-1, 0.5, np.nan], ml_dtypes.float8_e4m3fn),
 }
 
 
@@ -68,12 +73,21 @@ def test_device_and_host_hash_alike(name):
 
 def test_one_flipped_bit_anywhere_changes_the_hash():
     good = hashes_of(LEAVES)
-    for name in ("f32", "i32", "f16", "u8"):
+    used = {"i4": 4, "u2": 2}  # of the eight bits that host memory gives to each
+    for name in ("f32", "i32", "f16", "u8", "c64", "i4", "u2", "f8"):
         for bit in range(LEAVES[name].nbytes * 8):
+            if bit % 8 >= used.get(name, 8):
+                continue
             data = bytearray(LEAVES[name].tobytes())
             data[bit // 8] ^= 1 << bit % 8
             flipped = np.frombuffer(data, LEAVES[name].dtype).reshape(LEAVES[name].shape)
             assert difference({**LEAVES, name: flipped}, good) == name
+
+
+def test_bits_of_host_memory_that_no_element_uses_do_not_count():
+    codes = np.arange(16, dtype=np.uint8)
+    for code in (ml_dtypes.int4, ml_dtypes.uint4, ml_dtypes.float4_e2m1fn):
+        assert hashes_of({"x": codes.view(code)}) == hashes_of({"x": (codes | 0xA0).view(code)})
 
 
 def test_two_elements_that_changed_places_are_noticed():

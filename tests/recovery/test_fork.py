@@ -12,6 +12,7 @@ import pytest
 
 from elastix import AdamW, SimulatedBackend, train
 from elastix.backends.simulated import VirtualClock
+from elastix.checkpoints import CheckpointReader
 from elastix.cli import main
 from elastix.lineage import Origin
 from tests.recipes import net
@@ -199,6 +200,49 @@ def test_a_model_whose_code_changed_is_refused_with_the_leaves(origin, tmp_path)
     (tmp_path / "run/recipe.json").write_text(json.dumps(stored))
     with pytest.raises(ValueError, match=r"not that of the recipe: .*and the recipe has"):
         run(replace(NET, model=Wider()), run_dir=tmp_path / "run")
+
+
+@pytest.fixture
+def beside_another(origin, tmp_path):
+    """A run of 20 steps whose older checkpoint was put there from the run of a wider model."""
+    run(replace(NET, num_steps=20), run_dir=tmp_path / "run")
+    run(replace(NET, model=Wider(), num_steps=10), run_dir=tmp_path / "wider")
+    checkpoints = tmp_path / "run/checkpoints"
+    shutil.rmtree(checkpoints / "10")
+    shutil.copytree(tmp_path / "wider/checkpoints/10", checkpoints / "10")
+    return checkpoints
+
+
+def test_an_older_checkpoint_of_another_does_not_matter_while_the_newest_is_good(
+    origin, beside_another
+):
+    summary = run(run_dir=beside_another.parent)
+    assert summary.resumed_at == 20 and summary.state_sha256 == origin[1].state_sha256
+
+
+def test_it_is_refused_if_the_newest_is_seen_to_be_bad(beside_another):
+    (metadata,) = beside_another.glob("20/_CHECKPOINT_METADATA")
+    metadata.write_bytes(b"")
+    with pytest.raises(
+        ValueError, match=r"not that of the recipe: \.model\.first is float32\[8, 32"
+    ):
+        run(run_dir=beside_another.parent)
+    assert {path.name for path in beside_another.iterdir()} == {"10", "20"}, "nothing was moved"
+
+
+def test_it_is_set_aside_if_a_restore_finds_the_newest_bad(origin, beside_another):
+    """And not restored: what is left is the seed."""
+    leaf = CheckpointReader(beside_another).load(20)[0][".model.first"].tobytes()
+    files = [path for path in (beside_another / "20").rglob("*") if path.is_file()]
+    (file,) = [path for path in files if leaf in path.read_bytes()]
+    file.write_bytes(file.read_bytes().replace(leaf, bytes(len(leaf))))
+    summary = run(run_dir=beside_another.parent)
+    assert summary.outcome == "done", summary.reason
+    assert summary.resumed_at == 0 and summary.state_sha256 == origin[1].state_sha256
+    found = CheckpointReader(beside_another).set_aside_list()
+    why = {item.step: item.why for item in found}
+    assert set(why) == {10, 20} and "leaf .model.first: wrong checksum" in why[20]
+    assert "its train state is not that of the recipe: .model.first is float32[8, 32]" in why[10]
 
 
 @pytest.mark.parametrize("text", ["", "runs/x", "runs/x@", "@3", "runs/x@two"])

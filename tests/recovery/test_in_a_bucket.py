@@ -324,7 +324,7 @@ def test_a_notice_reaches_the_run(gcs, bucket):
     home = BucketHome(URL, bucket)
     with pytest.raises(ValueError, match="no process runs in gs://bucket/run"):
         post(URL, frozenset({1}), 30.0)
-    gcs.put("run/notices/1-1.json", b'{"slices": [0], "until": 0}')
+    gcs.put("run/notices/1-1.json", b'{"slices": [0], "until": 0, "seconds": 1}')
     home.claim()
     with pytest.raises(ValueError, match="has not started training yet"):
         post(URL, frozenset({1}), 30.0)
@@ -351,8 +351,10 @@ def test_a_notice_reaches_the_run(gcs, bucket):
 def test_a_process_that_was_killed_is_not_notified(gcs):
     lock = {"pid": 1, "host": "a", "token": "b", "renewed_at": 1.5, "free": False}
     gcs.put(f"run/{LOCK}", json.dumps(lock).encode())
+    clock = VirtualClock()
     with pytest.raises(ValueError, match="there is nobody to notify"):
-        post(URL, frozenset(), 1.0)
+        post(URL, frozenset(), 1.0, Timing(clock.now, clock.sleep))
+    assert 0 < clock.now() <= 30, "it looked whether the lease is renewed"
 
 
 # --- bad input ----------------------------------------------------------------------------------
