@@ -26,11 +26,11 @@ import jax
 
 from elastix.backends import Health
 from elastix.backends.canaries import Canaries
-from elastix.backends.remote_memory import HOST_MEMORY, OneAtATime, RemoteTransfers
+from elastix.backends.remote_memory import OneAtATime, RemoteTransfers
 from elastix.background import start, wait_for
 from elastix.classification import StuckError, first_line
 from elastix.faults import Fault
-from elastix.snapshots import HostSnapshot
+from elastix.snapshots import HOST_MEMORY, HostSnapshot
 
 _TIMEOUT = "PATHWAYS_PROXY_CONNECTION_TIMEOUT_SECS"
 _CONNECT_SECONDS = 60.0
