@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -35,8 +36,18 @@ from elastix.machine import (
 from elastix.program import Batch, Program
 from elastix.progress import Progress
 from elastix.saver import Saver
-from elastix.snapshots import HostSnapshot
+from elastix.snapshots import Copying, HostSnapshot
 from elastix.train_state import Leaves
+
+
+@dataclass(frozen=True)
+class _Snapshot:
+    """A host snapshot on its way, and the hashes that each slice of `mesh` computes for it."""
+
+    step: int
+    mesh: Slices
+    hashes: dict[str, Any]
+    copying: Copying
 
 
 class Arrays:
@@ -46,6 +57,7 @@ class Arrays:
         self._program, self._backend, self._saver = program, backend, saver
         self._policy = policy
         self._states: dict[tuple[int, int], Leaves] = {}
+        self._snapshot: _Snapshot | None = None
         self._unpublished: set[int] = set()
         self._waited_compiles = 0
 
@@ -60,16 +72,16 @@ class Arrays:
         return compiles_of_this_thread() + self._waited_compiles
 
     def compile(self, mesh: Slices) -> bool:
-        """See that the executables for `mesh` exist: the step, and the check of its bits. Returns
+        """See that the executables for `mesh` exist: the step, and the host snapshot. Returns
         whether one was on its way already.
 
         Raises:
             StuckError: it does not by the deadline of a compile, which then goes on.
         """
         warming = self._program.is_compiling(mesh)
-        step, check = self._executables(mesh)  # beside each other, not one after the other
+        step, snapshot = self._executables(mesh)  # beside each other, not one after the other
         self._await(step, mesh, "compiling the step")
-        self._await(check, mesh, "compiling the check of bits")
+        self._await(snapshot, mesh, "compiling the host snapshot")
         return warming
 
     def compiling(self, mesh: Slices) -> Sequence[Future[Any]]:
@@ -77,7 +89,7 @@ class Arrays:
         return self._executables(mesh)
 
     def _executables(self, mesh: Slices) -> tuple[Compilation, Compilation]:
-        return self._program.compiling_step(mesh), self._program.compiling_hashes(mesh)
+        return self._program.compiling_step(mesh), self._program.compiling_snapshot(mesh)
 
     def warm(self, sets: Sequence[Slices]) -> None:
         """Make the executables for these sets in the background, one after another, and for no
@@ -196,27 +208,42 @@ class Arrays:
         copies = self._host_copies(step, holders)
         return copies[0].whole(self._program.shapes) if copies else None
 
-    def snapshot(self, epoch: int, step: int, mesh: Slices) -> None:
-        """Copy the committed state of `step` whole to the host memory of every slice.
+    def begin_snapshot(self, epoch: int, step: int, mesh: Slices) -> None:
+        """Begin to copy the state of `step` whole to the host memory of every slice. The step may
+        still run; the next one may be dispatched."""
+        hashes, leaves = self._program.snapshot(self._states[epoch, step], mesh)
+        devices = {s: self._backend.devices[s] for s in sorted(mesh)}
+        copying = self._backend.transfers.copy(leaves, devices, step)
+        self._snapshot = _Snapshot(step, mesh, {"hashes": hashes}, copying)
+
+    @property
+    def snapshot_begun(self) -> int | None:
+        """The step whose snapshot was begun and is neither finished nor given up."""
+        return self._snapshot.step if self._snapshot else None
+
+    def give_up_snapshot(self) -> None:
+        """Nobody waits for it any more."""
+        self._snapshot = None
+
+    def finish_snapshot(self) -> None:
+        """Wait for the copies that were begun, and keep them.
 
         Raises:
             SliceLostError: a slice is not alive after the copy, so that none of them counts.
             SliceCorruptError: a slice holds other bits than most.
-            StuckError: the state is not there by the deadline of a step.
+            StuckError: they are not there by the deadline of a step.
         """
-        leaves = self._states[epoch, step]
-        self._backend.wait(leaves, mesh, self._policy.step_deadline)
-        hashes = self._hashes(leaves, mesh)
-        devices = {s: self._backend.devices[s] for s in sorted(mesh)}
-        copies = self._backend.transfers.copy(leaves, devices, step, hashes)
-        self._require(mesh, "a host snapshot")
+        assert self._snapshot
+        begun, self._snapshot = self._snapshot, None
+        hashes = self._hashes(begun.hashes, begun.mesh)
+        copies = begun.copying.finish(hashes)
+        self._require(begun.mesh, "a host snapshot")
         for slice_id, copy in copies.items():
-            self._backend.host_memory(slice_id)[step] = copy
-        self._unpublished.add(step)
+            self._backend.host_memory(slice_id)[begun.step] = copy
+        self._unpublished.add(begun.step)
 
-    def _hashes(self, leaves: Leaves, mesh: Slices) -> dict[str, str]:
+    def _hashes(self, hashed: dict[str, Any], mesh: Slices) -> dict[str, str]:
         """The hash of each leaf: each slice computes it of what it holds, and all must agree."""
-        hashed = {"hashes": self._program.hashes(mesh)(leaves)}
         rows = self._backend.read(hashed, mesh, self._policy.step_deadline)["hashes"]
         paths = [leaf.path for leaf in self._program.spec.leaves]
         return agreed(dict(zip(sorted(mesh), rows, strict=True)), paths)

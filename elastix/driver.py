@@ -140,7 +140,10 @@ class Driver:
                 return saved
             if told := self._pending.next(self._backend.now()):
                 return told
-            if self._steps.in_flight:
+            begun = self._arrays.snapshot_begun
+            if begun is not None and begun <= self._steps.committed:
+                self._guarded(self._finish_snapshot, begun)
+            elif self._steps.in_flight:
                 self._guarded(self._commit)
             elif self._evaluation:
                 self._guarded(self._evaluate, self._evaluation)
@@ -174,7 +177,7 @@ class Driver:
                 self._guarded(self._run_step, effect)
             case Snapshot():
                 self._evaluation = None
-                self._guarded(self._snapshot, effect)
+                self._guarded(self._begin_snapshot, effect)
             case Evaluate():
                 assert self._evaluations
                 self._evaluation = self._evaluations.begin(effect.step, self._backend.now())
@@ -206,6 +209,7 @@ class Driver:
 
     def _give_up(self) -> None:
         """Nobody waits for what was in the foreground any more."""
+        self._arrays.give_up_snapshot()
         self._steps.in_flight.clear()
         self._evaluation = None
 
@@ -240,8 +244,7 @@ class Driver:
     # --- steps ------------------------------------------------------------------------------
 
     def _run_step(self, effect: RunStep) -> None:
-        batch = self._batch(self._feed, effect.step - 1, effect.step)
-        if batch is None:
+        if (batch := self._batch(self._feed, effect.step - 1, effect.step)) is None:
             return
         self._backend.check(self._mesh)
         results = self._arrays.step(self._epoch, effect.step, self._mesh, batch)
@@ -321,16 +324,18 @@ class Driver:
             warming=warming,
         )
 
-    def _snapshot(self, effect: Snapshot) -> None:
+    def _begin_snapshot(self, effect: Snapshot) -> None:
         self._backend.check(self._mesh)
-        with naming(f"the host snapshot of step {effect.step}"):
-            self._arrays.snapshot(self._epoch, effect.step, self._mesh)
-        self._emit(Snapshotted, step=effect.step, holders=self._mesh)
+        self._arrays.begin_snapshot(self._epoch, effect.step, self._mesh)
+
+    def _finish_snapshot(self, step: int) -> None:
+        with naming(f"the host snapshot of step {step}"):
+            self._arrays.finish_snapshot()
+        self._emit(Snapshotted, step=step, holders=self._mesh)
 
     def _try(self, effect: Try) -> None:
         """A step on each slice alone, from the seed and thrown away: who does not finish it?"""
-        each = sorted(effect.slices)
-        stuck = frozenset(s for s in each if not self._arrays.finishes_alone(s))
+        stuck = frozenset(s for s in sorted(effect.slices) if not self._arrays.finishes_alone(s))
         self._backend.suspend(stuck)
         self._emit(Tried, stuck=stuck)
 
@@ -342,9 +347,4 @@ class Driver:
 
     def _probe(self, effect: Probe) -> None:
         health = self._ask(effect.slices)
-        self._emit(
-            Probed,
-            up=slices_of(health, Health.UP),
-            emptied=slices_of(health, Health.EMPTIED),
-            down=slices_of(health, Health.DOWN),
-        )
+        self._emit(Probed, **{kind.value: slices_of(health, kind) for kind in Health})

@@ -14,7 +14,7 @@ from elastix import machine
 from elastix.jsonl import append, read_rows
 from elastix.machine import Effect, Event, Policy, Started, State
 
-VERSION = 4
+VERSION = 5
 
 
 # --- one value ------------------------------------------------------------------------------------

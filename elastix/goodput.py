@@ -11,8 +11,9 @@ BUCKETS = (
     *("restoring", "compiling", "finishing", "starting", "stopped"),
 )
 """What the seconds of a run went into. `useful`: steps committed for the first time; `redone`:
-committed again; `abandoned`: never committed, and until their loss was known; `starting`: of a
-process, before its first event; `stopped`: between two processes."""
+committed again; `abandoned`: never committed, and until their loss was known; `snapshots`: from
+the commit of a step until its host copy was there, though the next step may have run meanwhile;
+`starting`: of a process, before its first event; `stopped`: between two processes."""
 
 
 @dataclass
@@ -97,9 +98,11 @@ class _Fold:
                 self._add(_BUCKET_OF_STATE[name], seconds)
 
     def _train(self, seconds: float) -> None:
-        bucket = _BUCKET_OF_EFFECT.get((self._state["asked"] or {"type": ""})["type"])
-        if bucket:
-            self._add(bucket, seconds)
+        asked, copying = self._state["asked"], self._state["copying"]
+        if asked and asked["type"] == "Evaluate":
+            self._add("evaluating", seconds)
+        elif asked is None and copying is not None and copying <= self._state["committed"]:
+            self._add("snapshots", seconds)  # which is waited for before the next step is read
         else:
             self._pending += seconds
 
@@ -135,4 +138,3 @@ _BUCKET_OF_STATE = {
     "Done": "stopped",
     "Failed": "stopped",
 }
-_BUCKET_OF_EFFECT = {"Snapshot": "snapshots", "Evaluate": "evaluating"}

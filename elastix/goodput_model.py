@@ -29,7 +29,7 @@ class Costs:
         move: the state onto the slices of a new mesh, from slices that hold it; `move_seconds`
             has it from bytes.
         compile: the step for a mesh of fewer slices; 0 where that is done before it is needed.
-        snapshot: training stands still for a host snapshot.
+        snapshot: what a host snapshot takes from training: the step after it ends so much later.
         stall: training stands still for a checkpoint, besides its snapshot.
         write: from the snapshot until the checkpoint is durable, while training goes on.
         disk: the state from a checkpoint onto the slices.

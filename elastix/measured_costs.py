@@ -149,8 +149,13 @@ def _of_recoveries(rows: Iterable[Any], step: float) -> dict[str, list[float]]:
     return found
 
 
+_ANSWERED = {"Snapshotted": ("Snapshot", "snapshot"), "Saved": ("Save", "write")}
+"""Events that end something, the effect that began it, and which cost it is."""
+
+
 def costs_of_events(rows: Iterable[dict[str, Any]]) -> dict[str, list[float]]:
-    """How long each snapshot, save and restore from disk took, from the rows of `events.jsonl`."""
+    """How long each snapshot, save and restore from disk took, from the rows of `events.jsonl`. A
+    snapshot that was begun beside its step is timed from the commit of the step."""
     found: dict[str, list[float]] = defaultdict(list)
     asked: dict[tuple[str, int, int], float] = {}
     state: dict[str, Any] = {"type": "Starting"}
@@ -158,13 +163,13 @@ def costs_of_events(rows: Iterable[dict[str, Any]]) -> dict[str, list[float]]:
         event, at = row["event"], row["at"]
         if event["type"] == "Started":
             asked.clear()
-        for answer, effect, cost in (
-            ("Snapshotted", "Snapshot", "snapshot"),
-            ("Saved", "Save", "write"),
-        ):
-            begun = asked.pop((effect, event["epoch"], event.get("step", -1)), None)
-            if event["type"] == answer and begun is not None:
-                found[cost].append(at - begun)
+        effect, cost = _ANSWERED.get(event["type"], ("", ""))
+        begun = asked.pop((effect, event["epoch"], event.get("step", -1)), None)
+        if begun is not None:
+            found[cost].append(at - begun)
+        if event["type"] == "Committed":
+            copied = "Snapshot", event["epoch"], event["step"]
+            asked |= {copied: at} if copied in asked else {}
         from_disk = state["type"] == "Restoring" and state["source"]["tier"] == "disk"
         if event["type"] == "Prepared" and from_disk:
             found["disk"].append(event["restore_seconds"])

@@ -6,14 +6,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from elastix.compile_cache import Build, Compilation, CompileCache
 from elastix.eval_step import EvalStep
-from elastix.leaf_hash import hash_on_device
+from elastix.leaf_hash import hashes_on_device
 from elastix.mesh import SLICE
 from elastix.recipe import Recipe
 from elastix.snapshots import LocalTransfers, Transfers
@@ -94,13 +93,15 @@ class Program:
         """The executable `(leaves, batch) -> sums` for `slices`."""
         return self.compiling_eval(slices).result()
 
-    def hashes(self, slices: Slices) -> Any:
-        """The executable `leaves -> uint32[slices, leaves, 2]`: what each slice holds, hashed."""
-        return self.compiling_hashes(slices).result()
+    def snapshot(self, leaves: Leaves, slices: Slices) -> tuple[Any, Leaves]:
+        """What each slice holds, hashed, uint32[slices, leaves, 2]; and the leaves to make a host
+        snapshot of: copies, if the transfers have a program make them. All of it as futures."""
+        hashes, copies = self.compiling_snapshot(slices).result()(leaves)
+        return hashes, copies or leaves
 
-    def compiling_hashes(self, slices: Slices) -> Compilation:
-        """The executable of `hashes`, which is compiled in the background."""
-        return self._cache.get(self._build_hashes(slices))
+    def compiling_snapshot(self, slices: Slices) -> Compilation:
+        """The executable of `snapshot`, which is compiled in the background."""
+        return self._cache.get(self._build_snapshot(slices))
 
     def compiling_init(self, slices: Slices) -> Compilation:
         """The executable of `initial`, which is compiled in the background."""
@@ -122,7 +123,7 @@ class Program:
     def warm(self, sets: Iterable[Slices]) -> None:
         """Compile all that training on these sets needs, one after another in the background, and
         nothing that was to be warmed before."""
-        builds = [self._build_step, self._build_hashes]
+        builds = [self._build_step, self._build_snapshot]
         if self._eval_sample:
             builds.append(self._build_eval)
         self._cache.warm([build(slices) for slices in sets for build in builds])
@@ -130,8 +131,8 @@ class Program:
     def _build_step(self, slices: Slices) -> Build:
         return Build("step", slices, lambda: self.lower_step(slices))
 
-    def _build_hashes(self, slices: Slices) -> Build:
-        return Build("hashes", slices, lambda: self._lower_hashes(slices))
+    def _build_snapshot(self, slices: Slices) -> Build:
+        return Build("snapshot", slices, lambda: self._lower_snapshot(slices))
 
     def _build_eval(self, slices: Slices) -> Build:
         return Build("evaluate", slices, lambda: self._lower_eval(slices))
@@ -157,12 +158,11 @@ class Program:
             *self._abstract(self._eval_sample, slices)
         )
 
-    def _lower_hashes(self, slices: Slices) -> Any:
+    def _lower_snapshot(self, slices: Slices) -> Any:
         def of_slice(leaves: Leaves) -> Any:
-            hashed = [hash_on_device(leaves[leaf.path]) for leaf in self.spec.leaves]
-            return jnp.stack(hashed)[None]
+            return hashes_on_device([leaves[leaf.path] for leaf in self.spec.leaves])[None]
 
-        mesh = self.mesh(slices)
+        mesh, shardings = self.mesh(slices), self.shardings(slices)
         each = jax.shard_map(
             of_slice,
             mesh=mesh,
@@ -171,7 +171,14 @@ class Program:
             axis_names={SLICE},
             check_vma=False,
         )
-        return jax.jit(each).lower(self.spec.abstract(self.shardings(slices)))
+        host = self._transfers.copied(shardings)
+
+        def snapshot(leaves: Leaves) -> tuple[Any, Leaves]:
+            copies = {path: jax.device_put(leaves[path], place) for path, place in host.items()}
+            return each(leaves), copies
+
+        lowering = jax.jit(snapshot, out_shardings=(None, host))
+        return lowering.lower(self.spec.abstract(shardings))
 
     def _abstract(self, sample: Shapes, slices: Slices) -> tuple[Any, Any]:
         """(state, arranged batch) as shapes on the mesh of `slices`."""

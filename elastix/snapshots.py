@@ -20,6 +20,9 @@ from jax.sharding import NamedSharding
 
 from elastix.train_state import Leaves
 
+HOST_MEMORY = "pinned_host"
+"""JAX's name for the memory of the machine that a device sits in."""
+
 Index = tuple[slice, ...]
 Shapes = Mapping[str, tuple[int, ...]]
 Shardings = Mapping[str, NamedSharding]
@@ -37,6 +40,14 @@ class HostSnapshot(Protocol):
 
     def whole(self, shapes: Shapes) -> dict[str, np.ndarray]:
         """The leaves put together, as new arrays in this process."""
+        ...
+
+
+class Copying(Protocol):
+    """A host snapshot of some slices, on its way."""
+
+    def finish(self, hashes: Mapping[str, str]) -> Mapping[int, HostSnapshot]:
+        """Wait for it: the copy of each slice, with the hashes that its devices computed."""
         ...
 
 
@@ -58,14 +69,14 @@ class Transfers(Protocol):
         """Rebuild live leaves on another mesh, reading only what lies on the devices `donors`."""
         ...
 
-    def copy(
-        self,
-        leaves: Leaves,
-        devices: Mapping[int, Sequence[Any]],
-        step: int,
-        hashes: Mapping[str, str],
-    ) -> Mapping[int, HostSnapshot]:
-        """Copy what lies on the `devices` of each slice to the host memory of that slice."""
+    def copied(self, shardings: Shardings) -> Shardings:
+        """Where a program on the devices is to put the copies that `copy` takes apart: nowhere, if
+        `copy` takes the leaves themselves."""
+        ...
+
+    def copy(self, leaves: Leaves, devices: Mapping[int, Sequence[Any]], step: int) -> Copying:
+        """Begin to copy what lies on the `devices` of each slice to the host memory of that slice.
+        `leaves` may be donated to a step right after."""
         ...
 
     def restore(self, copies: Sequence[Any], shapes: Shapes, shardings: Shardings) -> Leaves:
@@ -104,22 +115,33 @@ def assemble(shards: Sequence[tuple[Index, np.ndarray]], shape: tuple[int, ...])
     return whole
 
 
-def copy_to_host(
+@dataclass(frozen=True)
+class LocalCopying:
+    """Leaves in the host memory of this process, to be taken apart by slices."""
+
+    leaves: Leaves
+    devices: Mapping[int, Sequence[Any]]
+    step: int
+
+    def finish(self, hashes: Mapping[str, str]) -> dict[int, HostCopy]:
+        each = self.devices.items()
+        return {s: host_copy(self.leaves, frozenset(d), self.step, hashes) for s, d in each}
+
+
+def host_copy(
     leaves: Leaves, devices: frozenset[Any], step: int, hashes: Mapping[str, str]
 ) -> HostCopy:
-    """Copy the distinct shards that lie on `devices` to host memory.
-
-    The copy shares no buffer with the device: on CPU, `np.asarray` of a shard would be a view.
-    """
+    """The distinct shards that lie in the host memory of `devices`, as views."""
     shards: dict[str, list[tuple[Index, np.ndarray]]] = {}
     for path, array in leaves.items():
+        assert array.sharding.memory_kind == HOST_MEMORY, "what is on a device may be donated"
         distinct = {str(s.index): s for s in array.addressable_shards if s.device in devices}
-        shards[path] = [(s.index, np.array(s.data, copy=True)) for s in distinct.values()]
+        shards[path] = [(s.index, np.asarray(s.data)) for s in distinct.values()]
     return HostCopy(step, shards, hashes)
 
 
 class LocalTransfers:
-    """Transfers for devices of this process; see `move` and `copy_to_host`."""
+    """Transfers for devices of this process; see `move` and `host_copy`."""
 
     def put(self, whole: Mapping[str, np.ndarray], shardings: Shardings) -> Leaves:
         placed: Leaves = jax.device_put(dict(whole), dict(shardings))
@@ -133,14 +155,11 @@ class LocalTransfers:
     def move(self, leaves: Leaves, donors: frozenset[Any], shardings: Shardings) -> Leaves:
         return move(leaves, donors, shardings)
 
-    def copy(
-        self,
-        leaves: Leaves,
-        devices: Mapping[int, Sequence[Any]],
-        step: int,
-        hashes: Mapping[str, str],
-    ) -> dict[int, HostCopy]:
-        return {s: copy_to_host(leaves, frozenset(d), step, hashes) for s, d in devices.items()}
+    def copied(self, shardings: Shardings) -> Shardings:
+        return {path: place.with_memory_kind(HOST_MEMORY) for path, place in shardings.items()}
+
+    def copy(self, leaves: Leaves, devices: Mapping[int, Sequence[Any]], step: int) -> LocalCopying:
+        return LocalCopying(leaves, devices, step)
 
     def restore(self, copies: Sequence[HostCopy], shapes: Shapes, shardings: Shardings) -> Leaves:
         whole = copies[0].whole(shapes)

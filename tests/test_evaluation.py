@@ -42,9 +42,9 @@ def evaluating(step: int = 45, **changes):
 
 def test_an_evaluation_comes_after_the_snapshot_and_before_the_next_step():
     state, effects = on(training(49, 49, asked=RunStep(EPOCH, 50)), Dispatched, EVALUATING, step=50)
-    assert effects == (), "the step is read first"
+    assert effects == (Snapshot(EPOCH, 50),), "and no step beside it"
     state, effects = on(state, Committed, EVALUATING, step=50)
-    assert effects == (Snapshot(EPOCH, 50),)
+    assert effects == (), "the step is read, and its snapshot is not published yet"
     state, effects = on(state, Snapshotted, EVALUATING, step=50, holders=ALL)
     assert effects == (Evaluate(EPOCH, 50),)
     state, effects = on(state, Evaluated, EVALUATING, step=50)

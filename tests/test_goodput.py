@@ -35,7 +35,6 @@ from elastix.machine import (
     Prepared,
     RunStep,
     SlicesLost,
-    Snapshot,
     Snapshotted,
     Source,
     Started,
@@ -46,6 +45,8 @@ from elastix.machine import (
 )
 from elastix.testing import Fault, Kind, Phase, Schedule, random_schedule, simulate
 from elastix.testing.costs import run_history
+from elastix.testing.ghost_backend import PROBE_SECONDS
+from elastix.testing.ghosts import SNAPSHOT_SECONDS
 from elastix.testing.jumps import elapsed, jump, policy_of
 from tests.test_layout import ROOT, imports
 
@@ -205,12 +206,13 @@ SEEDS, FAILURES = range(5), 60
         (Costs(write=1500.0), Job(4, 12, 36_000.0, 600.0)),
         (Costs(step=3.0, move=8.0, compile=20.0), Job(8, 24, 72_000.0, 900.0, lookback="live")),
         (Costs(disk=20.0), Job(1, 1, 20_000.0, 300.0, checkpoint_every=200)),
+        (Costs(snapshot=20.0, compile=30.0), Job(4, 12, 36_000.0, 600.0, snapshot_every=200)),
         (
             Costs(),
             Job(64, 256, 360_000.0, 600.0, min_slices=60, snapshot_every=200, checkpoint_every=200),
         ),
     ],
-    ids=["four", "eight-live", "one", "sixty-four"],
+    ids=["four", "eight-live", "one", "slow-snapshots", "sixty-four"],
 )
 def test_the_closed_form_is_what_the_machine_does_on_average(name, costs, job):
     """Within four standard errors of the mean of the seeds, which are fixed (with five of them,
@@ -287,7 +289,7 @@ def stepped(state: Training, job: Job) -> Training:
     policy, step, epoch = policy_of(job, "resize"), state.committed + 1, state.ledger.epoch
     state, _ = transition(state, Dispatched(at=4, epoch=epoch, step=step), policy)
     state, _ = transition(state, Committed(at=4, epoch=epoch, step=step), policy)
-    if isinstance(state.asked, Snapshot):
+    if state.copying is not None:
         published = Snapshotted(at=4, epoch=epoch, step=step, holders=state.mesh)
         state, _ = transition(state, published, policy)
     assert state.asked == RunStep(epoch, step + 1)
@@ -355,6 +357,16 @@ def test_time_goes_to_what_the_run_did():
     assert seconds["snapshots"] + seconds["finishing"] == pytest.approx(0.75), "each asks once"
     assert seconds["waiting"] == seconds["stopped"] == seconds["starting"] == 0.0
     assert found.goodput == seconds["useful"] / found.total
+
+
+@pytest.mark.parametrize("inflight", [1, 2, 3])
+def test_a_snapshot_takes_only_the_time_that_it_is_waited_for(inflight):
+    """And not that of the steps which run between its beginning and its end."""
+    policy = Policy(snapshot_every=4, checkpoint_every=0, inflight=inflight)
+    seconds = spent(rows_of(Schedule(2, 14, policy, durable=False))).seconds
+    assert seconds["useful"] == pytest.approx(14.0)
+    taken = 4 * (SNAPSHOT_SECONDS + PROBE_SECONDS)  # of steps 4, 8, 12 and 14; each asks once
+    assert seconds["snapshots"] == pytest.approx(taken)
 
 
 def test_a_wait_and_a_stop_between_processes_are_told_apart():

@@ -39,27 +39,34 @@ PAUSE = replace(SMALL, min_slices=2)
 CLOCK = replace(SMALL, checkpoint_every=0, checkpoint_seconds=1.0)
 """Saves are due by time: a second passes, or does not, before anything that happens."""
 
+AT_SLICES = frozenset({"lose", "hang", "blame", "notice"})
+
 # The policy, slices, steps and faults; then the kinds of faults, if not all of them. Every fault
 # may strike at every point. Wherever `hang` or an error is allowed, each operation may have it.
 WORLDS = {
     "three faults": Setting(
         SMALL, 4, 2, 3, frozenset({"lose", "hang", "silent", "error", "disk full"})
     ),
-    "every kind": Setting(SMALL, 3, 2, 2),
-    "in flight": Setting(replace(SMALL, inflight=2), 2, 3, 2, FAULTS - {"lose all"}),
+    "every kind": Setting(SMALL, 2, 2, 2),
+    "in flight": Setting(replace(SMALL, inflight=2), 2, 3, 2, AT_SLICES | {"data"}),
+    "each step": Setting(
+        replace(SMALL, inflight=2, snapshot_every=1), 2, 3, 2, AT_SLICES - {"notice"}
+    ),
     "pause": Setting(PAUSE, 2, 2, 2),
     "asked to stop": Setting(PAUSE, 2, 2, 3, frozenset({"lose", "preempt", "controller"})),
     "live": Setting(replace(SMALL, lookback="live", inflight=2), 3, 3, 1),
     "standby": Setting(replace(SMALL, max_slices=2), 3, 2, 1),
     "patience": Setting(replace(SMALL, patience=1.0), 2, 2, 2, FAULTS - {"notice"}),
-    "evaluations": Setting(replace(SMALL, eval_every=1), 2, 2, 2, FAULTS - {"silent"}),
+    "evaluations": Setting(
+        replace(SMALL, eval_every=1), 2, 2, 2, AT_SLICES | {"data", "rot", "preempt"}
+    ),
     "resumed": Setting(SMALL, 2, 3, 3, frozenset({"lose", "rot", "preempt"}), on_disk=(1, 2)),
     "nothing on disk": Setting(SMALL, 2, 2, 2, FAULTS - {"rot", "disk full"}, durable=False),
     "one checkpoint": Setting(
         replace(SMALL, checkpoint_every=1, snapshot_every=1, keep_checkpoints=1),
         *(2, 3, 2, frozenset({"lose", "preempt", "rot", "disk full"})),
     ),
-    "by time": Setting(CLOCK, 2, 2, 2, frozenset({"lose", "notice", "disk full"})),
+    "by time": Setting(CLOCK, 2, 2, 2, frozenset({"lose", "disk full"})),
     "by time and steps": Setting(
         replace(CLOCK, snapshot_every=1, checkpoint_every=2),
         *(2, 3, 1, frozenset({"lose", "disk full", "preempt", "notice"})),
@@ -71,7 +78,7 @@ WORLDS = {
     ),
     "wrong bits, live": Setting(
         replace(SMALL, eval_every=1, lookback="live"),
-        *(3, 2, 2, BIT_FLIPS | {"lose", "notice", "silent"}),
+        *(3, 2, 2, BIT_FLIPS | {"lose", "notice"}),
     ),
     "wrong bits of four": Setting(SMALL, 4, 2, 2, BIT_FLIPS | {"lose", "notice"}),
     # No backend raises a loss from a probe, which says instead that a slice is down.
@@ -110,11 +117,15 @@ def test_the_small_worlds_use_every_row_of_the_table():
 LARGE = {
     "three faults": Setting(SMALL, 4, 2, 3, FAULTS - {"lose all"}),
     "four slices": Setting(SMALL, 4, 2, 2),
+    "three slices": Setting(SMALL, 3, 2, 2),
     "five slices": Setting(SMALL, 5, 2, 2),
     "eight slices": Setting(
         SMALL, 8, 2, 3, frozenset({"lose", "hang", "silent", "error", "preempt"})
     ),
     "in flight": Setting(replace(SMALL, inflight=2), 3, 3, 2, FAULTS - {"lose all", "notice"}),
+    "each step": Setting(replace(SMALL, inflight=2, snapshot_every=1), 2, 4, 2),
+    "evaluations": Setting(replace(SMALL, eval_every=1), 2, 2, 2),
+    "by time, noticed": Setting(CLOCK, 2, 2, 2, frozenset({"lose", "notice", "disk full"})),
     "by time": Setting(CLOCK, 2, 3, 2, frozenset({"lose", "notice", "preempt", "disk full"})),
     "by time, pause": Setting(
         replace(CLOCK, min_slices=2), 2, 3, 2, frozenset({"lose", "notice", "hang"})

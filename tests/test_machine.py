@@ -102,8 +102,9 @@ def training(committed: int = 45, dispatched: int | None = None, **changes) -> T
     return replace(state, **changes)
 
 
-def snapshotting(step: int) -> Training:
-    return training(step, owed=step, asked=Snapshot(EPOCH, step))
+def snapshotting(step: int, **changes) -> Training:
+    """The step is committed, and those after it run while its snapshot is made."""
+    return training(step, step + 2, copying=step, **changes)
 
 
 def restoring(source: Source = host(40), **changes) -> Restoring:
@@ -160,13 +161,11 @@ def training_committed():
 
 
 def training_snapshotted():
-    before = training(50, owed=50, asked=Snapshot(EPOCH, 50))
-    state, effects = on(before, Snapshotted, step=50, holders=ALL)
-    assert state.ledger.sources == (SEED, host(40), host(50)) and state.owed is None
-    assert effects == (RunStep(EPOCH, 51),)
-    state, _ = on(state, Dispatched, step=51)
-    state, _ = on(state, Committed, step=51)
-    assert state.ledger.sources == (SEED, host(50))
+    state, effects = on(snapshotting(50), Snapshotted, step=50, holders=ALL)
+    book = ledger(sources=(SEED, host(50)))
+    assert (state, effects) == (training(50, 52, ledger=book), ()), "the steps go on"
+    state, effects = on(state, Committed, step=51)
+    assert state.ledger.sources == (SEED, host(50)) and effects == (RunStep(EPOCH, 53),)
 
 
 def training_evaluated():
@@ -753,20 +752,20 @@ def test_a_slice_that_flaps_is_taken_back_more_slowly_until_checkpoints_forgive_
 # --- snapshots and saves --------------------------------------------------------------------------
 
 
-def test_no_step_runs_ahead_of_a_snapshot_that_is_owed():
+def test_no_step_runs_before_the_snapshot_of_what_it_overwrites_was_begun():
+    state, effects = on(training(49, asked=RunStep(EPOCH, 50)), Dispatched, step=50)
+    assert effects == (Snapshot(EPOCH, 50), RunStep(EPOCH, 51)), "in this order, and at once"
+    assert state == training(49, 50, copying=50, asked=RunStep(EPOCH, 51))
     state, effects = on(training(48, 49, asked=RunStep(EPOCH, 50)), Dispatched, step=50)
-    assert state.owed == 50 and effects == ()
+    assert effects == (Snapshot(EPOCH, 50),) and state == training(48, 50, copying=50)
     state, effects = on(state, Committed, step=49)
-    assert effects == ()
-    state, effects = on(state, Committed, step=50)
-    assert effects == (Snapshot(EPOCH, 50),) and state.asked == Snapshot(EPOCH, 50)
+    assert effects == (RunStep(EPOCH, 51),) and state.copying == 50
 
 
 def test_a_checkpoint_is_written_from_a_published_snapshot_by_turns():
     mesh = slices(1, 2, 3)
-    before = training(60, mesh=mesh, owed=60, asked=Snapshot(EPOCH, 60))
-    state, effects = on(before, Snapshotted, step=60, holders=mesh)
-    assert effects[0] == Save(EPOCH, 60, 1) and state.ledger.saving == Saving(60, EPOCH, 1)
+    state, effects = on(snapshotting(60, mesh=mesh), Snapshotted, step=60, holders=mesh)
+    assert effects == (Save(EPOCH, 60, 1),) and state.ledger.saving == Saving(60, EPOCH, 1)
 
 
 def test_the_death_of_the_slice_being_written_abandons_the_save_and_owes_another():
@@ -787,9 +786,8 @@ def test_the_death_of_another_slice_lets_the_save_go_on():
 
 def test_a_save_that_is_due_during_another_is_made_up_for():
     book = ledger(saving=Saving(40, EPOCH, 1))
-    before = training(60, owed=60, asked=Snapshot(EPOCH, 60), ledger=book)
-    state, effects = on(before, Snapshotted, step=60, holders=ALL)
-    assert state.ledger.save_owed and effects == (RunStep(EPOCH, 61),)
+    state, effects = on(snapshotting(60, ledger=book), Snapshotted, step=60, holders=ALL)
+    assert state.ledger.save_owed and effects == ()
     state, effects = on(state, Saved, step=40)
     assert effects == (Save(EPOCH, 60, 0),) and not state.ledger.save_owed
 
@@ -804,9 +802,9 @@ def test_the_oldest_checkpoints_are_let_go_after_a_newer_one_is_durable():
 def test_a_resumed_run_does_not_write_the_checkpoint_it_came_from_again():
     book = ledger(sources=(SEED, disk(40)))
     state, effects = on(restoring(disk(40), ledger=book), Prepared, step=40)
-    assert effects == (Snapshot(EPOCH, 40),)
+    assert effects == (Snapshot(EPOCH, 40), RunStep(EPOCH, 41))
     state, effects = on(state, Snapshotted, step=40, holders=ALL)
-    assert effects == (RunStep(EPOCH, 41),)
+    assert effects == () and state.ledger.saving is None
 
 
 def test_a_run_resumed_at_its_end_is_done():

@@ -12,6 +12,7 @@ from elastix.machine import (
     Abandon,
     Committed,
     DataFailed,
+    Dispatched,
     Done,
     Effect,
     Evaluated,
@@ -345,7 +346,104 @@ def test_nothing_is_copied_from_a_slice_that_is_known_to_be_gone():
     policy = Policy(inflight=1, snapshot_every=1)
     before, lost = what_followed(Schedule(2, 4, policy, (fault,), durable=False))
     assert lost.slices == slices(1) and lost.cause.endswith("(dispatch)")
-    assert before == Committed(at=before.at, epoch=1, step=1)
+    assert before == Dispatched(at=before.at, epoch=1, step=1), "it is copied as it is dispatched"
+
+
+# --- host snapshots, while steps run --------------------------------------------------------------
+
+
+class Noting(GhostArrays):
+    """Keeps what was done to steps, in order, by itself and by the backend beside it."""
+
+    notes: list[tuple[str, int]] = []  # noqa: RUF012
+
+    def step(self, epoch, step, mesh, batch):
+        self.notes.append(("run", step))
+        return super().step(epoch, step, mesh, batch)
+
+    def begin_snapshot(self, epoch, step, mesh):
+        self.notes.append(("begin", step))
+        super().begin_snapshot(epoch, step, mesh)
+
+    def finish_snapshot(self):
+        step = self.snapshot_begun
+        super().finish_snapshot()
+        self.notes.append(("finish", step))
+
+    def give_up_snapshot(self):
+        self.notes.append(("give up", self.snapshot_begun))
+        super().give_up_snapshot()
+
+
+class NotingBackend(GhostBackend):
+    def read(self, results, slices, deadline):
+        Noting.notes.append(("read", int(results["example_id"][0]) // 2 + 1))
+        return super().read(results, slices, deadline)
+
+    def committed(self, step):
+        Noting.notes.append(("commit", step))
+        super().committed(step)
+
+
+def noted(schedule: Schedule) -> list[tuple[str, int]]:
+    """What was done to which step in the last process of a run that ended well."""
+    Noting.notes = []
+    result = simulate(schedule, Parts(arrays=Noting, backend=NotingBackend))
+    assert result.violation is None and isinstance(result.ends[-1], Done)
+    return [(what, step) for what, step in Noting.notes if (what, step) != ("give up", None)]
+
+
+def test_a_snapshot_is_finished_after_its_step_is_read_and_before_the_next_one_is():
+    each = Policy(snapshot_every=2, inflight=2)
+    read = {n: [("read", n), ("commit", n)] for n in range(1, 6)}
+    assert noted(Schedule(2, 5, each, durable=False)) == [
+        *(("run", 1), ("run", 2), ("begin", 2)),
+        *(*read[1], ("run", 3)),
+        *(*read[2], ("run", 4), ("finish", 2), ("begin", 4)),
+        *(*read[3], ("run", 5)),
+        *(*read[4], ("finish", 4), ("begin", 5)),
+        *(*read[5], ("finish", 5)),
+    ]
+    assert noted(Schedule(2, 3, Policy(snapshot_every=2, inflight=1), durable=False)) == [
+        *(("run", 1), *read[1]),
+        *(("run", 2), ("begin", 2), *read[2]),
+        *(("run", 3), ("finish", 2), ("begin", 3), *read[3], ("finish", 3)),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("phase", "visit", "after", "step"),
+    [
+        (Phase.SNAPSHOT, 1, 0, 2),
+        (Phase.SNAPSHOT, 2, 0, 2),
+        (Phase.SNAPSHOT, 4, 0, 2),
+        (Phase.SYNC, 1, 0, 2),
+        (Phase.SYNC, 1, 3, 4),
+        (Phase.DISPATCH, 2, 3, 4),
+        (Phase.DATA, 1, 3, 4),
+    ],
+    ids=["begun", "finished", "all-copied", "read", "next-read", "next-run", "next-fed"],
+)
+@pytest.mark.parametrize("surfaces", ["dispatch", "read"])
+def test_nobody_finishes_a_snapshot_after_a_failure(phase, visit, after, step, surfaces):
+    lost = dict(slices=(1,), returns=None, surfaces=surfaces)
+    fault = Fault(phase, Kind.LOSS, visit=visit, after=after, **lost)
+    notes = noted(Schedule(2, 7, Policy(snapshot_every=2, inflight=2), (fault,), durable=False))
+    assert ("give up", step) in notes, "it was under way"
+    ours = [note for note in notes if note[0] in ("begin", "finish", "give up")]
+    ends = list(zip(ours[::2], ours[1::2], strict=True))
+    assert all(a[0] == "begin" and b[0] != "begin" and a[1] == b[1] for a, b in ends)
+    given_up = ours.index(("give up", step))
+    assert ("finish", step) in ours[given_up:], "it is copied again, of the mesh that is left"
+
+
+def test_a_step_that_was_asked_for_with_a_snapshot_that_failed_is_given_up_too():
+    fault = Fault(Phase.SNAPSHOT, Kind.LOSS, slices=(1,), returns=None, surfaces="dispatch")
+    driver = watched(Schedule(2, 4, Policy(snapshot_every=2), (fault,), durable=False))
+    lost = [event for event in driver.events if isinstance(event, SlicesLost)]
+    assert [e.slices for e in lost if e not in driver.stale] == [slices(1)]
+    assert all(event.epoch == lost[0].epoch for event in driver.stale)
+    assert isinstance(driver.events[-1], Snapshotted), "and the run goes on to its end"
 
 
 class Following(GhostBackend):

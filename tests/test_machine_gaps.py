@@ -70,6 +70,7 @@ from tests.test_machine import (
     on,
     restoring,
     slices,
+    snapshotting,
     stopping,
     training,
     waiting,
@@ -385,7 +386,7 @@ def test_a_save_that_no_slice_can_write_is_owed():
 
 def test_the_seed_is_not_copied_to_the_hosts_it_can_be_built_again():
     state, effects = on(restoring(SEED, ledger=ledger(sources=(SEED,))), Prepared, step=0)
-    assert state.owed is None and effects == (RunStep(EPOCH, 1),)
+    assert state.owed is state.copying is None and effects == (RunStep(EPOCH, 1),)
 
 
 def test_a_save_that_is_there_already_is_owed_no_more():
@@ -403,9 +404,9 @@ def test_what_leaves_before_the_first_step_is_copied_and_not_saved():
     assert isinstance(state, Restoring) and state.source.tier is Tier.LIVE
     moved = dict(epoch=EPOCH + 1)
     state, effects = on(state, Prepared, step=0, **moved)
-    assert effects[0] == Snapshot(EPOCH + 1, 0)
+    assert effects[:2] == (Snapshot(EPOCH + 1, 0), RunStep(EPOCH + 1, 1))
     state, effects = on(state, Snapshotted, step=0, holders=state.mesh, **moved)
-    assert effects == (RunStep(EPOCH + 1, 1),) and state.ledger.saving is None
+    assert effects == () and state.copying is None and state.ledger.saving is None
 
 
 # --- checkpoints by time --------------------------------------------------------------------------
@@ -418,8 +419,8 @@ def timed(saved_at: float = 100.0, **changes):
 
 
 def taken(step: int):
-    """The snapshot of `step` was asked for."""
-    return training(step, owed=step, asked=Snapshot(EPOCH, step), ledger=timed())
+    """The snapshot of `step` is being made."""
+    return snapshotting(step, ledger=timed())
 
 
 def dispatched(book, at: float, policy: Policy = BY_TIME):
@@ -437,27 +438,38 @@ def test_a_process_counts_the_seconds_from_its_start():
 
 def test_a_step_dispatched_after_so_many_seconds_is_saved():
     state, effects = dispatched(timed(), at=129.9)
-    assert state.owed is None and effects == (RunStep(EPOCH, 47),)
+    assert state.copying is None and effects == (RunStep(EPOCH, 47),)
     state, effects = dispatched(timed(), at=130.0)
-    assert state.owed == 46 and effects == (), "it is read first"
+    assert effects == (Snapshot(EPOCH, 46), RunStep(EPOCH, 47))
     state, effects = on(state, Committed, BY_TIME, at=131.0, step=46)
-    assert effects == (Snapshot(EPOCH, 46),)
+    assert state.copying == 46 and effects == ()
     state, effects = on(state, Snapshotted, BY_TIME, at=132.0, step=46, holders=ALL)
-    assert Save(EPOCH, 46, 2) in effects
+    assert effects == (Save(EPOCH, 46, 2),)
     assert state.ledger.saved_at == 132.0 and state.ledger.saving.step == 46
+
+
+@pytest.mark.parametrize(("book", "policy"), [(timed(), BY_TIME), (ledger(save_owed=True), POLICY)])
+def test_one_snapshot_is_enough_for_a_save_that_has_to_be_made(book, policy):
+    state, _ = dispatched(book, at=130.0, policy=policy)
+    assert state.copying == 46
+    state, _ = on(state, Dispatched, policy, at=131.0, step=47)
+    assert (state.copying, state.owed) == (46, None), "it is made from the one under way"
+    state, _ = on(state, Committed, policy, at=132.0, step=46)
+    state, effects = on(state, Snapshotted, policy, at=132.0, step=46, holders=ALL)
+    assert Save(EPOCH, 46, 2) in effects and not state.ledger.save_owed
 
 
 @pytest.mark.parametrize("changes", [{"durable": False}, {"saving": Saving(40, EPOCH, 0)}])
 def test_time_asks_for_nothing_where_nothing_can_be_begun(changes):
     state, effects = dispatched(timed(**changes), at=1000.0)
-    assert state.owed is None and effects == (RunStep(EPOCH, 47),)
+    assert state.owed is state.copying is None and effects == (RunStep(EPOCH, 47),)
 
 
 def test_a_snapshot_taken_for_another_reason_is_saved_when_the_time_has_come():
     _, effects = on(taken(50), Snapshotted, BY_TIME, at=140.0, step=50, holders=ALL)
-    assert Save(EPOCH, 50, 2) in effects
+    assert effects == (Save(EPOCH, 50, 2),)
     state, effects = on(taken(50), Snapshotted, BY_TIME, at=120.0, step=50, holders=ALL)
-    assert effects == (RunStep(EPOCH, 51),) and state.ledger.saved_at == 100.0
+    assert effects == () and state.ledger.saved_at == 100.0
 
 
 def test_steps_and_seconds_go_together_and_a_save_of_either_counts():
@@ -492,22 +504,22 @@ def test_continuous_saves_follow_each_other_from_the_newest_snapshot():
     book = replace(state.ledger, saved_at=100.0, sources=(SEED, host(45)))
     state, effects = on(training(45, 46, ledger=book), Saved, BY_TIME, at=150.0, step=45)
     assert effects == (), "the newest is on disk: the next step is due"
-    assert dispatched(state.ledger, at=150.0)[0].owed == 46
+    assert dispatched(state.ledger, at=150.0)[0].copying == 46
 
 
 def test_a_failed_save_is_not_tried_again_before_the_next_step():
     state, effects = saved_at(150.0, SaveFailed, reason="disk full")
     assert effects == () and state.ledger.saving is None
-    assert dispatched(state.ledger, at=150.0)[0].owed == 46
+    assert dispatched(state.ledger, at=150.0)[0].copying == 46
 
 
 def test_what_is_owed_since_a_save_is_under_way_asks_for_no_snapshot():
     """It begins from the newest snapshot when the other has ended: not each step needs one."""
     book = timed(saving=Saving(40, EPOCH, 0), save_owed=True)
     state, effects = dispatched(book, at=101.0, policy=POLICY)
-    assert state.owed is None and effects == (RunStep(EPOCH, 47),)
+    assert state.owed is state.copying is None and effects == (RunStep(EPOCH, 47),)
     state, _ = dispatched(replace(book, saving=None), at=101.0, policy=POLICY)
-    assert state.owed == 46
+    assert state.copying == 46
 
 
 def saves(checkpoint_seconds: float, snapshot_every: int = 100) -> list[float]:

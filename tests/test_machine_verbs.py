@@ -11,6 +11,7 @@ from elastix.machine import (
     Committed,
     DataFailed,
     Diagnosing,
+    Dispatched,
     Done,
     Evaluate,
     Evaluated,
@@ -46,6 +47,7 @@ from elastix.machine import (
     Training,
     Waiting,
     WakeAt,
+    named_snapshots,
     trusted_step,
 )
 from elastix.machine.verbs import (
@@ -76,6 +78,7 @@ from tests.test_machine import (
     on,
     restoring,
     slices,
+    snapshotting,
     training,
     waiting,
 )
@@ -271,8 +274,10 @@ EVALS = replace(POLICY, eval_every=5)
         (training(45, 46), POLICY, RunStep(EPOCH, 47)),
         (training(45, 47), POLICY, None),
         (training(45, 46), replace(POLICY, inflight=1), None),
-        (training(45, owed=45), POLICY, Snapshot(EPOCH, 45)),
-        (training(45, 46, owed=46), POLICY, None),
+        (training(45, copying=45), POLICY, RunStep(EPOCH, 46)),
+        (training(45, 46, copying=46), POLICY, RunStep(EPOCH, 47)),
+        (training(45, copying=45, owed=45), POLICY, None),
+        (training(45, 46, copying=45, owed=46), POLICY, None),
         (training(45), EVALS, Evaluate(EPOCH, 45)),
         (training(44, 45), EVALS, None),
         (training(45, ledger=ledger(evaluated=45)), EVALS, RunStep(EPOCH, 46)),
@@ -297,10 +302,19 @@ def test_what_is_asked_for_next(state, policy, asked):
     assert effects == ((asked,) if asked else ())
 
 
-@pytest.mark.parametrize("asked", [RunStep(EPOCH, 46), Evaluate(EPOCH, 45), Snapshot(EPOCH, 45)])
-def test_nothing_is_asked_for_twice(asked):
+@pytest.mark.parametrize(
+    "state",
+    [
+        training(45, asked=RunStep(EPOCH, 46)),
+        training(45, asked=Evaluate(EPOCH, 45)),
+        training(45, copying=45),
+        training(45, copying=45, owed=45),
+        training(45, copying=45, asked=RunStep(EPOCH, 46)),
+    ],
+)
+def test_nothing_is_asked_for_twice(state):
     for book in (ledger(), ledger(draining=True), ledger(leaving=(Leaving(1, 900.0),))):
-        state = training(45, ledger=book, asked=asked)
+        state = replace(state, ledger=book)
         assert advance(state, WOKE, EVALS) == (state, ())
 
 
@@ -324,6 +338,167 @@ def test_a_run_that_is_asked_to_stop_at_its_last_step_evaluates_when_it_goes_on(
 def test_only_what_is_outside_is_watched():
     assert watch(training()) == ()
     assert watch(training(mesh=slices(0, 2))) == (Probe(EPOCH, slices(1, 3)),)
+
+
+# --- host snapshots, while steps run --------------------------------------------------------------
+
+
+ENDING = {
+    "an evaluation": (44, {}, EVALS),
+    "the end": (99, {}, POLICY),
+    "a stop": (45, {"draining": True}, POLICY),
+    "leaving": (45, {"leaving": (Leaving(1, 160.0),), "up": ALL - {1}}, POLICY),
+}
+"""What waits for the snapshot under way: the last committed step, of what ledger, and policy."""
+
+
+@pytest.mark.parametrize("why", ENDING)
+def test_an_owed_snapshot_is_begun_and_what_ends_the_steps_waits_for_it(why):
+    committed, changes, policy = ENDING[why]
+    before = training(committed, committed + 1, owed=committed + 1, ledger=ledger(**changes))
+    state, effects = advance(before, WOKE, policy)
+    assert state == replace(before, owed=None, copying=committed + 1)
+    assert effects == (Snapshot(EPOCH, committed + 1),), "and no step beside it"
+
+
+@pytest.mark.parametrize(
+    ("dispatched", "effects"),
+    [
+        (45, (Snapshot(EPOCH, 45), RunStep(EPOCH, 46))),
+        (46, (Snapshot(EPOCH, 46), RunStep(EPOCH, 47))),
+        (47, (Snapshot(EPOCH, 47),)),
+    ],
+)
+def test_an_owed_snapshot_is_begun_before_the_step_that_is_next(dispatched, effects):
+    before = training(45, dispatched, owed=dispatched)
+    state, found = advance(before, WOKE, POLICY)
+    asked = effects[1] if len(effects) > 1 else None
+    assert found == effects, "as many steps are in flight as may be, and no more"
+    assert state == replace(before, owed=None, copying=dispatched, asked=asked)
+
+
+@pytest.mark.parametrize("why", ENDING)
+def test_what_ends_the_steps_waits_for_the_snapshot_under_way(why):
+    committed, changes, policy = ENDING[why]
+    step = committed + 1
+    before = training(committed, step, copying=step, ledger=ledger(**changes))
+    state, effects = on(before, Committed, policy, step=step)
+    read = training(step, copying=step, ledger=before.ledger)
+    assert (state, effects) == (read, ()), "all is committed, and the copy is not there"
+    state, effects = on(state, Snapshotted, policy, step=step, holders=ALL)
+    live_there = live(step, slices(0, 2, 3))
+    match why:
+        case "an evaluation":
+            assert effects == (Evaluate(EPOCH, 45),) and state.asked == Evaluate(EPOCH, 45)
+        case "the end":
+            assert isinstance(state, Finishing) and state.why == "done"
+            assert effects == (Save(EPOCH, 100, 0),)
+        case "a stop":
+            assert isinstance(state, Finishing) and state.why == "preempted"
+            assert effects == (Save(EPOCH, 46, 2),), "it is not copied again"
+        case "leaving":
+            assert isinstance(state, Restoring) and state.source == live_there
+            assert effects == (Prepare(EPOCH + 1, slices(0, 2, 3), live_there),)
+
+
+def test_a_regrow_waits_for_the_snapshot_under_way():
+    ready = Growth(slices(0, 1, 2), True)
+    before = replace(beside(Stable(2, 2, 80.0)), dispatched=46, copying=46, growth=ready)
+    state, effects = on(before, Committed, step=46)
+    assert isinstance(state, Training) and (state.copying, effects) == (46, ())
+    held = slices(0, 1)
+    state, effects = on(state, Snapshotted, step=46, holders=held)
+    assert isinstance(state, Restoring) and host(46, held) in state.ledger.sources
+    assert effects == (Prepare(EPOCH + 1, slices(0, 1, 2), live(46, held)),)
+
+
+def test_a_second_snapshot_waits_for_the_first_and_no_step_runs_before_it_is_begun():
+    each = replace(POLICY, snapshot_every=1, checkpoint_every=0)
+    state, effects = on(training(45, asked=RunStep(EPOCH, 46)), Dispatched, each, step=46)
+    assert effects == (Snapshot(EPOCH, 46), RunStep(EPOCH, 47))
+    state, effects = on(state, Dispatched, each, step=47)
+    assert state == training(45, 47, copying=46, owed=47) and effects == ()
+    state, effects = on(state, Committed, each, step=46)
+    assert (state.copying, state.owed) == (46, 47)
+    assert effects == (), "there is room for a step, and it would overwrite step 47"
+    state, effects = on(state, Snapshotted, each, step=46, holders=ALL)
+    assert effects == (Snapshot(EPOCH, 47), RunStep(EPOCH, 48))
+    assert (state.copying, state.owed) == (47, None)
+    state, effects = on(state, Dispatched, each, step=48)
+    state, effects = on(state, Committed, each, step=47)
+    assert (state.copying, state.owed, effects) == (47, 48, ())
+    assert [s.step for s in state.ledger.sources] == [0, 46], "the one that was let go is not named"
+
+
+@pytest.mark.parametrize(
+    ("state", "step", "why"),
+    [
+        (training(49, 51, copying=50), 50, "came before the step was committed"),
+        (training(50, 52), 50, "is no snapshot of step None"),
+        (training(50, 52, owed=52), 52, "is no snapshot of step None"),
+        (training(51, 52, copying=50, owed=52), 51, "is no snapshot of step 50"),
+    ],
+)
+def test_only_the_snapshot_under_way_is_published_and_once_its_step_is_committed(state, step, why):
+    with pytest.raises(ProtocolError, match=why):
+        on(state, Snapshotted, step=step, holders=ALL)
+
+
+def test_no_step_is_committed_before_the_snapshot_of_the_one_before_it_is_published():
+    with pytest.raises(ProtocolError, match="came before the snapshot of step 50"):
+        on(training(50, 52, copying=50), Committed, step=51)
+
+
+@pytest.mark.parametrize(
+    ("older", "kept"),
+    [
+        (ALL, False),  # whoever holds it holds the newer one too
+        (slices(0, 1), False),
+        (slices(0, 1, 2, 3, 4), True),  # until a step tells that the newer one was outlived
+    ],
+)
+def test_an_older_snapshot_that_others_hold_too_is_kept_until_a_step_is_committed(older, kept):
+    book = ledger(sources=(SEED, host(40, older)))
+    state = training(50, 52, copying=50, ledger=book)
+    state, _ = on(state, Snapshotted, step=50, holders=ALL)
+    held = (host(40, older),) if kept else ()
+    assert state.ledger.sources == (SEED, *held, host(50))
+    state, _ = on(state, Committed, step=51)
+    assert state.ledger.sources == (SEED, host(50))
+
+
+@pytest.mark.parametrize(
+    ("event", "fields"),
+    [
+        (SlicesLost, {"slices": slices(1)}),
+        (SlicesLost, {"slices": slices(1), "corrupt": True}),
+        (Probed, {"down": slices(1)}),
+        (StepStuck, {"during": "step 50"}),
+    ],
+)
+def test_what_ends_the_epoch_drops_the_snapshot_under_way(event, fields):
+    state, effects = on(training(49, 51, copying=50), event, **fields)
+    assert state.ledger.epoch == EPOCH + 1 and named_snapshots(state) == {40}
+    assert not any(isinstance(e, Snapshot) for e in effects)
+    assert on(state, Snapshotted, step=50, holders=ALL) == (state, ()), "of an older epoch"
+    if isinstance(state, Restoring):
+        state, effects = on(state, Prepared, step=40, epoch=EPOCH + 1)
+        assert state.copying is state.owed is None and effects[0] == RunStep(EPOCH + 1, 41)
+
+
+def test_what_goes_on_keeps_the_snapshot_under_way():
+    before = training(49, 50, mesh=slices(0, 1), copying=50, asked=RunStep(EPOCH, 51))
+    for event, fields in (
+        (Committed, {"step": 50}),
+        (Dispatched, {"step": 51}),
+        (DataFailed, {"step": 51, "reason": "x"}),
+        (SlicesLost, {"slices": slices(3)}),
+        (Probed, {"up": slices(2, 3)}),
+        (PreemptionNoticed, {}),
+    ):
+        state, effects = on(before, event, **fields)
+        assert isinstance(state, Training) and state.copying == 50
+        assert not any(isinstance(e, Snapshot) for e in effects), "it is not begun again"
 
 
 # --- the end --------------------------------------------------------------------------------------
@@ -420,8 +595,9 @@ def test_what_was_evaluated_before_a_process_began_is_known_to_it():
 def test_what_a_new_mesh_holds_is_copied_unless_its_slices_have_it(source, sources, mesh, owed):
     before = restoring(source, mesh=mesh, ledger=ledger(sources=sources))
     state, effects = on(before, Prepared, step=source.step)
-    asked = Snapshot(EPOCH, owed) if owed else RunStep(EPOCH, source.step + 1)
-    assert effects == (asked, *watch(state)) and state.owed == owed
+    copy = (Snapshot(EPOCH, owed),) if owed else ()
+    assert effects == (*copy, RunStep(EPOCH, source.step + 1), *watch(state))
+    assert state.copying == owed and state.owed is None
     assert state.ledger.sources == tuple(s for s in sources if s.tier is not Tier.LIVE)
     assert state.mesh == mesh and state.committed == state.dispatched == source.step
 
@@ -434,7 +610,7 @@ def test_a_save_that_is_owed_begins_as_soon_as_a_mesh_is_ready():
         assert not state.ledger.save_owed and bool(state.ledger.saving) == owed
     before = restoring(disk(20), ledger=ledger(save_owed=True, sources=(SEED, disk(20))))
     state, effects = on(before, Prepared, step=20)
-    assert effects == (Snapshot(EPOCH, 20),) and state.ledger.save_owed
+    assert effects == (Snapshot(EPOCH, 20), RunStep(EPOCH, 21)) and state.ledger.save_owed
 
 
 def test_a_seed_that_is_missing_is_not_tried_again():
@@ -448,10 +624,10 @@ def test_a_seed_that_is_missing_is_not_tried_again():
 def test_a_snapshot_of_a_step_replaces_the_one_of_another_mesh():
     old = host(50, slices(2, 3))
     book = ledger(sources=(SEED, disk(50), host(40), old, live(50)))
-    before = training(50, mesh=slices(0, 1), owed=50, asked=Snapshot(EPOCH, 50), ledger=book)
+    before = snapshotting(50, mesh=slices(0, 1), ledger=book)
     state, _ = on(before, Snapshotted, step=50, holders=slices(0, 1))
     kept = (SEED, disk(50), host(40), live(50), host(50, slices(0, 1)))
-    assert state.ledger.sources == kept and state.owed is None
+    assert state == replace(before, ledger=replace(book, sources=kept), copying=None)
 
 
 def test_slices_that_answer_are_counted_with_or_without_their_memory():

@@ -397,7 +397,7 @@ def test_a_host_snapshot_is_restored_on_any_slices(devices, transfers):
             "n": sharding(devices, [0, 1], P()),
         },
     )
-    copies = transfers.copy(leaves, devices, 5, {"x": "hash"})
+    copies = transfers.copy(leaves, devices, 5).finish({"x": "hash"})
     assert {c.step for c in copies.values()} == {5} and copies[1].hashes == {"x": "hash"}
     shapes = {"x": (4, 4), "n": ()}
     np.testing.assert_array_equal(copies[1].whole(shapes)["x"], VALUES)
@@ -412,9 +412,10 @@ def test_a_host_snapshot_is_restored_on_any_slices(devices, transfers):
 def test_a_host_snapshot_outlives_what_was_donated(devices, transfers):
     place = {"x": sharding(devices, [0, 1])}
     leaves, shapes = transfers.put({"x": VALUES}, place), {"x": (4, 4)}
-    copies = transfers.copy(leaves, devices, 5, {})
+    copying = transfers.copy(leaves, devices, 5)
     donate = jax.jit(lambda x: x + 1, donate_argnums=0, out_shardings=place["x"])
     donate(leaves["x"])
+    copies = copying.finish({})
     for _ in range(2):
         restored = transfers.restore(list(copies.values()), shapes, place)
         np.testing.assert_array_equal(np.asarray(restored["x"]), VALUES)
@@ -427,7 +428,7 @@ def test_a_slice_is_restored_from_its_own_copy(devices, transfers):
     place = {"x": sharding(devices, [0, 1], P())}
     ones = transfers.put({"x": np.ones(4, np.float32)}, place)
     twos = transfers.put({"x": np.full(4, 2, np.float32)}, place)
-    copies = [transfers.copy(ones, devices, 5, {})[0], transfers.copy(twos, devices, 5, {})[1]]
+    copies = [transfers.copy(x, devices, 5).finish({})[s] for s, x in enumerate((ones, twos))]
     restored = transfers.restore(copies, {"x": (4,)}, place)["x"]
     held = {s.device: float(s.data[0]) for s in restored.addressable_shards}
     assert held == {d: float(s + 1) for s, own in devices.items() for d in own}

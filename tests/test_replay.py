@@ -133,8 +133,10 @@ def answering(state: Any, event: Event) -> Event:
             return replace(event, source=state.source)
         case Restoring(), Prepared():
             return replace(event, step=state.source.step)
-        case Training() | Finishing(), Snapshotted():
+        case Finishing(), Snapshotted():
             return replace(event, step=state.train_state.step, holders=state.mesh)
+        case Training(copying=int()), Snapshotted():
+            return replace(event, step=state.copying, holders=state.mesh)
         case Training(asked=RunStep()), Dispatched() | DataFailed():
             return replace(event, step=state.asked.step)
     return event
@@ -708,13 +710,17 @@ def test_explain_says_which_rule_fired_and_why(elastix, run_dir):
     assert f"  event           Snapshotted step {step}, holders " in out
     assert "                A newer snapshot exists" in out
     assert f"ledger.sources: + host step {step} of epoch " in out
-    assert f"effects         RunStep epoch {rows[n]['epoch']}, step {step + 1}\n" in out
+    assert "effects         none\n" in out and rows[n]["effects"] == []
+    begun = next(r["seq"] for r in rows if "Snapshot" in [e["type"] for e in r["effects"]])
+    _, out, _ = elastix(run_dir, "--until", begun, "--explain")
+    assert f"effects         Snapshot epoch {rows[n]['epoch']}, step {step}\n" in out
     _, out, _ = elastix(run_dir, "--explain")
     assert out.count("\nrow ") == len(rows) - 1
     *told, summary = map(json.loads, elastix(run_dir, "--explain", "--json")[1].splitlines())
     assert [t["row"] for t in told] == list(range(len(rows))) and summary["same"]
     assert told[n]["rule"] == "publish" and told[n]["effects"] == rows[n]["effects"]
-    assert told[n]["changed"]["owed"] == {"from": step, "to": None}
+    assert told[begun]["changed"]["copying"] == {"from": None, "to": step}
+    assert told[n]["changed"]["copying"] == {"from": step, "to": None}
 
 
 def test_bad_input_is_one_line_with_the_remedy_and_exit_status_2(elastix, tmp_path, log):

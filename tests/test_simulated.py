@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 from elastix.backends import Health
 from elastix.backends.simulated import SimulatedBackend, VirtualClock, overwrite, simulate_devices
 from elastix.faults import Lose, Return, Script, parse, validate
-from elastix.snapshots import LocalTransfers, copy_to_host, move
+from elastix.snapshots import HOST_MEMORY, LocalTransfers, move
 
 VALUES = np.arange(16, dtype=np.float32).reshape(4, 4)
 
@@ -62,9 +62,10 @@ def test_results_of_what_was_in_flight_die_too_and_random_keys():
 def test_the_host_copies_of_a_lost_slice_die_with_it():
     sim = backend()
     leaves = placed({"x": VALUES}, {"x": sharding(sim, [0, 1])})
-    for slice_id in (0, 1):
-        copy = copy_to_host(leaves, frozenset(sim.devices[slice_id]), 5, {})
+    in_host = jax.device_put(leaves, leaves["x"].sharding.with_memory_kind(HOST_MEMORY))
+    for slice_id, copy in LocalTransfers().copy(in_host, sim.devices, 5).finish({}).items():
         sim.host_memory(slice_id)[5] = copy
+    del in_host
     kept = sim.host_memory(1)[5]
     sim.lose(1)
     assert np.isnan(kept.whole({"x": (4, 4)})["x"]).all()

@@ -40,9 +40,12 @@ def in_processes(do, work: range) -> Iterator:
 @pytest.mark.soak
 def test_a_million_schedules_violate_nothing():
     hits: Counter = Counter()
-    for found, violation in in_processes(run, range(0, SCHEDULES, CHUNK)):
+    chunks = range(0, SCHEDULES, CHUNK)
+    for first, (found, violation) in zip(chunks, in_processes(run, chunks), strict=True):
         assert not violation, violation
         hits += found
+        if first % (25 * CHUNK) == 0:
+            print(f"{first} schedules, {sum(hits.values())} faults", flush=True)
     print(matrix(hits))
     assert min(hits[cell] for cell in CELLS) >= 1000
 

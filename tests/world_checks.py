@@ -64,9 +64,10 @@ class Checks:
         if after.machine not in self._states:
             self._state(state)
             self._states.add(after.machine)
-        waits = sum(isinstance(values[e], RunStep | Snapshot) for e in after.todo)
-        waits += len(after.inflight)
-        assert waits <= self._policy.inflight + 1, "too much in the foreground"
+        waits = sum(isinstance(values[e], RunStep) for e in after.todo) + len(after.inflight)
+        assert waits <= self._policy.inflight, "too many steps in flight"
+        copies = sum(isinstance(values[e], Snapshot) for e in after.todo) + bool(after.copying)
+        assert copies <= 1, "two snapshots at once"
         if before.machine == after.machine and name not in ("event", "answer"):
             return
         event = self._event(before, name)
@@ -173,7 +174,7 @@ class Checks:
         if not (due and free and left.durable and isinstance(now, Training)):
             return
         if isinstance(said, Dispatched):
-            assert now.owed == said.step, "a save is due, and no snapshot"
+            assert now.copying is not None or now.owed, "a save is due, and no snapshot"
         if isinstance(said, Snapshotted | Saved):
             disk = max((s.step for s in right.sources if s.tier is Tier.DISK), default=0)
             newer = (s for s in right.sources if s.tier is Tier.HOST and s.step > disk)

@@ -60,7 +60,7 @@ from elastix.machine import (
     trusted_step,
 )
 from tests.world_names import mask_of
-from tests.world_record import evaluated, forgiven, recorded, retracted, unjudged
+from tests.world_record import evaluated, forgiven, recorded, retracted, states, unjudged
 from tests.world_values import GOOD, POISON, STAMPED, WRONG, Asking, Setting, World
 
 LATE = 1e9
@@ -166,7 +166,9 @@ class Play(Asking):
         if w.compiling:
             ready = self.sets[w.compiling]
             yield "compiled", self.answer(w._replace(compiling=0), Compiled, mesh=ready)
-        if w.inflight:
+        if w.copying and w.copying[2] & GOOD:
+            yield from self.guarded(w, self.copy(w), "snapshot")
+        elif w.inflight:
             yield from self.guarded(w, self.commit(w), "read")
         elif w.evaluating >= 0:
             yield from self.guarded(w, self.evaluate(w), "evaluation")
@@ -231,7 +233,7 @@ class Play(Asking):
 
     def give_up(self, w: World, kind: type[Event], **said: Any) -> World:
         """Nobody waits any more for what is in the foreground."""
-        return self.answer(w._replace(inflight=(), evaluating=-1), kind, **said)
+        return self.answer(w._replace(inflight=(), evaluating=-1, copying=()), kind, **said)
 
     def lost(self, w: World, gone: int) -> World:
         return self.give_up(w, SlicesLost, slices=self.sets[gone])
@@ -353,7 +355,8 @@ class Play(Asking):
         """A step that is dispatched, and whether the bits of a slice change while it runs: of one
         slice at a time, since what two of them hold would be two other things."""
         yield "dispatch", w, 0
-        if self.may(w, "corrupt") and not any(d[4] for d in w.device):
+        copied_wrong = bool(w.copying) and bool(w.copying[2] & WRONG)
+        if self.may(w, "corrupt") and not copied_wrong and not any(d[4] for d in states(w)):
             for s, bit in self.one_of(w.mesh & w.up):
                 yield f"corrupt {s}", _spend(w), bit
 
@@ -366,7 +369,11 @@ class Play(Asking):
                     f"step {step} was computed by the dead"
                 )
                 known = ((*d[:2], d[2] | GOOD, *d[3:]) if d in states else d for d in w.device)
-                after = w._replace(inflight=rest, device=tuple(known))
+                copy = w.copying
+                if copy and copy[1] == step:
+                    assert not copy[2] & POISON, f"the copy of step {step} is of the dead"
+                    copy = (*copy[:2], copy[2] | GOOD, *copy[3:])
+                after = w._replace(inflight=rest, device=tuple(known), copying=copy)
                 after = self.written(after, step, states)
             yield "read", after
 
@@ -402,16 +409,24 @@ class Play(Asking):
 
     def snapshot(self, w: World, effect: Snapshot) -> Iterator[Choice]:
         w = w._replace(evaluating=-1)
-        yield from self.guarded(w, self.copy(w, effect.step), "snapshot")
+        yield from self.guarded(w, self.begin_copy(w, effect.step), "snapshot")
 
-    def copy(self, w: World, step: int) -> Iterator[Choice]:
+    def begin_copy(self, w: World, step: int) -> Iterator[Choice]:
+        gone = w.mesh & ~w.up
+        if gone:
+            yield "snapshot fails", self.lost(w, gone)
+        states = [d for d in w.device if d[:2] == (w.epoch, step)]
+        assert states, f"the snapshot of step {step} copies what was freed"
+        assert not w.copying, "two snapshots at once"
+        yield "snapshot", w._replace(copying=states[0])
+
+    def copy(self, w: World) -> Iterator[Choice]:
+        """A snapshot is finished before the next step is read."""
+        _, step, how, whose, odd = w.copying
+        w = w._replace(copying=())
         for after in self.checked(w, w.mesh, "snapshot"):
             if after is w:
-                states = [d for d in w.device if d[:2] == (w.epoch, step)]
-                assert states, f"the snapshot of step {step} copies what was freed"
-                _, _, how, held, odd = states[0]
-                right = how & GOOD and held == w.mesh
-                assert right, f"the snapshot of step {step} is not right"
+                assert whose == w.mesh, f"the snapshot of step {step} is not right"
                 after = self.compared(w, odd) or self.copied(forgiven(w, how, odd), step)
             yield "snapshot", after
 
@@ -537,7 +552,8 @@ def _spend(w: World) -> World:
 
 
 def _new_epoch(w: World, epoch: int) -> World:
-    return w._replace(epoch=epoch, inflight=(), evaluating=-1, wake=False, batch=-1, compiling=0)
+    w = w._replace(epoch=epoch, inflight=(), copying=(), batch=-1)
+    return w._replace(evaluating=-1, wake=False, compiling=0)
 
 
 def _lose(w: World, slices: int) -> World:
@@ -545,14 +561,19 @@ def _lose(w: World, slices: int) -> World:
     if not slices:
         return w
     keep = ~slices
-    device = tuple(
-        (e, step, how if how & GOOD or not held & slices else how | POISON, held & keep, odd & keep)
-        for e, step, how, held, odd in w.device
-    )
+    copying = _without(w.copying, slices) if w.copying else ()
     return w._replace(
-        device=device,
+        device=tuple(_without(d, slices) for d in w.device),
+        copying=copying,
         memory=tuple(m & keep for m in w.memory),
         up=w.up & keep,
         emptied=w.emptied & keep,
         hung=w.hung & keep,
     )
+
+
+def _without(state: tuple[int, int, int, int, int], slices: int) -> tuple[int, int, int, int, int]:
+    """A train state, when these slices are gone."""
+    epoch, step, how, held, odd = state
+    spoilt = 0 if how & GOOD or not held & slices else POISON
+    return epoch, step, how | spoilt, held & ~slices, odd & ~slices

@@ -39,9 +39,14 @@ def forgiven(w: World, how: int, odd: int) -> World:
     return w._replace(device=device, untrue=0, misjudged=0)
 
 
+def states(w: World) -> tuple[tuple[int, int, int, int, int], ...]:
+    """Every train state that was not freed, and the one a host snapshot is being made of."""
+    return (*w.device, w.copying) if w.copying else w.device
+
+
 def unjudged(w: World) -> World:
     """Where every wrong state is gone, and no snapshot has found one, nobody can tell any more that
     an evaluation was of one: the slice may have died before."""
-    if not w.misjudged or any(d[4] or d[2] & WRONG for d in w.device):
+    if not w.misjudged or any(d[4] or d[2] & WRONG for d in states(w)):
         return w
     return w._replace(misjudged=0)

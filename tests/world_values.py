@@ -112,6 +112,8 @@ class World(NamedTuple):
     device: tuple[tuple[int, int, int, int, int], ...] = ()
     """(epoch, step, how it is, slices that hold it, those of them that hold other bits than the
     rest): the train states that were not freed."""
+    copying: tuple[int, int, int, int, int] | tuple[()] = ()
+    """The same of the train state that a host snapshot is being made of, as it was begun."""
     memory: tuple[int, ...] = ()
     """For each step the slices with a host copy."""
     unpublished: int = 0
@@ -256,6 +258,7 @@ class Asking:
             answers=tuple(renumbered(n, perm) for n in w.answers),
             saves=tuple((renumbered(n, perm), gone) for n, gone in w.saves),
             device=tuple((*d[:3], masks[d[3]], masks[d[4]]) for d in w.device),
+            copying=(*w.copying[:3], *(masks[m] for m in w.copying[3:])),
             memory=tuple(masks[m] for m in w.memory),
             up=masks[w.up],
             emptied=masks[w.emptied],
@@ -269,10 +272,10 @@ class Asking:
     def lanes(self, w: World) -> list[tuple[Any, Any]]:
         """All that is said of each slice: by the world, and by the machine and the messages."""
         masks = (w.up, w.emptied, w.hung, w.mesh, w.told, w.condemned, w.compiling)
-        key = (*masks, w.memory, w.device)
+        key = (*masks, w.memory, w.device, w.copying)
         bits = self._bits.get(key)
         if bits is None:
-            sets = (*masks, *w.memory, *(m for d in w.device for m in d[3:]))
+            sets = (*masks, *w.memory, *(m for d in w.device for m in d[3:]), *w.copying[3:])
             each = range(self.setting.num_slices)
             bits = tuple(sum((m >> s & 1) << i for i, m in enumerate(sets)) for s in each)
             self._bits[key] = bits
@@ -296,7 +299,7 @@ class Asking:
             return w
         epochs = self.book.epochs
         numbers = (w.machine, *w.todo, *w.events, *w.answers, *(n for n, _ in w.saves))
-        named = {w.epoch, *(d[0] for d in w.device)}.union(*map(epochs, numbers))
+        named = {w.epoch, *(d[0] for d in w.device), *w.copying[:1]}.union(*map(epochs, numbers))
         old = tuple(sorted(named))
         new = dict(zip(old, range(1 - len(old), 1), strict=True))
         recounted = self.book.recounted
@@ -307,6 +310,7 @@ class Asking:
             answers=tuple(recounted(n, old) for n in w.answers),
             saves=tuple((recounted(n, old), gone) for n, gone in w.saves),
             device=tuple((new[d[0]], *d[1:]) for d in w.device),
+            copying=(new[w.copying[0]], *w.copying[1:]) if w.copying else (),
             epoch=new[w.epoch],
         )
 

@@ -32,11 +32,11 @@ from elastix.backends.proxy import (
     proxy_timeout,
     silent,
 )
-from elastix.backends.remote_memory import HOST_MEMORY, OneAtATime, RemoteTransfers
+from elastix.backends.remote_memory import OneAtATime, RemoteTransfers
 from elastix.background import start, wait_for
 from elastix.classification import StuckError, first_line
 from elastix.faults import Fault
-from elastix.snapshots import HostSnapshot
+from elastix.snapshots import HOST_MEMORY, HostSnapshot
 
 _ADMIT_SECONDS = 5.0
 """How long a slice that is about to get a canary is asked for the one it has."""

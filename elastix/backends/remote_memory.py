@@ -23,9 +23,6 @@ from elastix.classification import StuckError
 from elastix.snapshots import Index, Shapes, Shardings, assemble
 from elastix.train_state import Leaves
 
-HOST_MEMORY = "pinned_host"
-"""JAX's name for the memory of the machine that a device sits in."""
-
 InTime = Callable[[Callable[[Any], Any], Any], Any]
 
 
@@ -89,6 +86,21 @@ class RemoteCopy:
         return assemble([(s.index, v) for s, v in zip(shards, values, strict=True)], shape)
 
 
+@dataclass(frozen=True)
+class RemoteCopying:
+    """Copies that were asked for, by slice and path."""
+
+    step: int
+    shards: Mapping[int, Mapping[str, list[Shard]]]
+    in_time: InTime
+
+    def finish(self, hashes: Mapping[str, str]) -> dict[int, RemoteCopy]:
+        each = self.shards.items()
+        copies = {s: RemoteCopy(self.step, shards, hashes, self.in_time) for s, shards in each}
+        self.in_time(jax.block_until_ready, [copy.arrays() for copy in copies.values()])
+        return copies
+
+
 class RemoteTransfers:
     """Transfers for devices of other machines: all of a call in one go, whatever the mesh.
 
@@ -125,16 +137,13 @@ class RemoteTransfers:
         shapes = {path: array.shape for path, array in leaves.items()}
         return self._in_turn(self._rebuild, shards, shapes, shardings, True)
 
+    def copied(self, shardings: Shardings) -> Shardings:
+        return {}
+
     def copy(
-        self,
-        leaves: Leaves,
-        devices: Mapping[int, Sequence[Any]],
-        step: int,
-        hashes: Mapping[str, str],
-    ) -> dict[int, RemoteCopy]:
-        copies: dict[int, RemoteCopy] = self._in_turn(self._copy, leaves, devices, step, hashes)
-        self._in_time(jax.block_until_ready, [copy.arrays() for copy in copies.values()])
-        return copies
+        self, leaves: Leaves, devices: Mapping[int, Sequence[Any]], step: int
+    ) -> RemoteCopying:
+        return RemoteCopying(step, self._in_turn(self._copy, leaves, devices), self._in_time)
 
     def restore(self, copies: Sequence[RemoteCopy], shapes: Shapes, shardings: Shardings) -> Leaves:
         paths = copies[0].shards
@@ -143,12 +152,8 @@ class RemoteTransfers:
         return self._in_turn(self._rebuild, shards, shapes, shardings, False)
 
     def _copy(
-        self,
-        leaves: Leaves,
-        devices: Mapping[int, Sequence[Any]],
-        step: int,
-        hashes: Mapping[str, str],
-    ) -> dict[int, RemoteCopy]:
+        self, leaves: Leaves, devices: Mapping[int, Sequence[Any]]
+    ) -> dict[int, dict[str, list[Shard]]]:
         """Taken apart by slices now: an array of which one slice is lost may be lost as a whole."""
         distinct = [
             (slice_id, path, shard)
@@ -161,7 +166,7 @@ class RemoteTransfers:
         shards: dict[int, dict[str, list[Shard]]] = {s: {} for s in devices}
         for (slice_id, path, shard), array in zip(distinct, copies, strict=True):
             shards[slice_id].setdefault(path, []).append(Shard(shard.index, array))
-        return {s: RemoteCopy(step, shards[s], hashes, self._in_time) for s in devices}
+        return shards
 
     def _rebuild(
         self,

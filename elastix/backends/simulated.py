@@ -20,7 +20,7 @@ import numpy as np
 from elastix.backends import Health
 from elastix.classification import StuckError
 from elastix.faults import Corrupt, Fault, Hang, Lose, Return, Script, validate
-from elastix.snapshots import HostCopy, LocalTransfers
+from elastix.snapshots import HOST_MEMORY, HostCopy, LocalTransfers
 
 _CANARY = 0x5EED
 _POISON = 0xFF
@@ -213,6 +213,8 @@ class SimulatedBackend:
         live = [a for a in jax.live_arrays() if not a.is_deleted()]
         jax.block_until_ready(live)
         for array in live:
+            if array.sharding.memory_kind == HOST_MEMORY:
+                continue
             floats = jax.dtypes.issubdtype(array.dtype, np.floating)
             for shard in array.addressable_shards if floats else ():
                 if shard.device in self.devices[slice_id] and shard.data.nbytes:
@@ -278,7 +280,7 @@ class SimulatedBackend:
         overwrite(jax.live_arrays(), self.devices[slice_id])
         for copy in self._memory[slice_id].values():
             for array in copy.arrays():
-                array.reshape(-1).view(np.uint8)[:] = _POISON
+                ctypes.memset(array.ctypes.data, _POISON, array.nbytes)
 
 
 def overwrite(arrays: Sequence[jax.Array], devices: Sequence[Any]) -> None:

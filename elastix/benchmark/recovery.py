@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
+from itertools import takewhile
 from typing import Any
 
 from elastix.backends.simulated import SimulatedBackend
-from elastix.benchmark.history import changes, count, cpu_of_steps, of_kind, steady_steps
+from elastix.benchmark.history import Moment, changes, count, cpu_of_steps, of_kind, steady_steps
 from elastix.benchmark.parts import (
     DEVICES_PER_SLICE,
     NEVER,
@@ -47,27 +49,33 @@ def losses(task: Task, recipe: Recipe) -> dict[str, Any]:
         "leaves": of_kind(found, "leave"),
         "committed": count(measured, "committed"),
         "dispatched": count(measured, "dispatched"),
-        "while_losing": _while_losing(recorder, plan),
+        "while_losing": while_losing(measured, plan.period),
         "params": recorder.info.num_params,
         "state_bytes": recorder.info.state_bytes,
     }
 
 
-def _while_losing(recorder: Recorder, plan: Plan) -> dict[str, int]:
-    """Steps from the first measured loss to the end of the period of the last."""
-    moments = recorder.measured
-    lost = [n for n, moment in enumerate(moments) if moment.kind == "lost"]
-    left = [m for m in moments[lost[0] :] if m.kind in ("dispatched", "committed", "lost")]
-    first = next(m.step for m in reversed(moments[: lost[0]]) if m.kind == "committed")
-    within = [m for m in left if m.step <= first + plan.period * plan.losses]
-    return {
-        "committed": len({m.step for m in within if m.kind == "committed"}),
-        "dispatched": count(within, "dispatched") + _in_flight(moments[: lost[0]]),
-        "losses": len(lost),
-    }
+def while_losing(moments: Sequence[Moment], period: int) -> dict[str, int]:
+    """Steps from each loss until `period` more than before it are committed, and how many were
+    dispatched for them."""
+    committed = dispatched = losses = 0
+    for n, moment in enumerate(moments):
+        if moment.kind != "lost":
+            continue
+        first = next(m.step for m in reversed(moments[:n]) if m.kind == "committed")
+        within = list(takewhile(lambda m: not _is_over(m, first + period), moments[n:]))  # noqa: B023
+        committed += len({m.step for m in within if m.kind == "committed" and m.step > first})
+        done = [m for m in within if m.step <= first + period]
+        dispatched += count(done, "dispatched") + _in_flight(moments[:n])
+        losses += 1
+    return {"committed": committed, "dispatched": dispatched, "losses": losses}
 
 
-def _in_flight(moments: list[Any]) -> int:
+def _is_over(moment: Moment, last: int) -> bool:
+    return moment.kind == "committed" and moment.step > last
+
+
+def _in_flight(moments: Sequence[Moment]) -> int:
     """Steps dispatched and not committed at the end of `moments`."""
     last = next(m.step for m in reversed(moments) if m.kind == "committed")
     return next(m.step for m in reversed(moments) if m.kind == "dispatched") - last

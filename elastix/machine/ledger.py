@@ -96,23 +96,28 @@ def choose_mesh(ledger: Ledger, members: Slices, policy: Policy) -> Slices:
     return frozenset(ranked[: policy.max_slices])
 
 
-def snapshot_due(step: int, at: float, ledger: Ledger, policy: Policy) -> bool:
-    owed = ledger.save_owed and ledger.saving is None
+def snapshot_due(
+    step: int, at: float, ledger: Ledger, policy: Policy, copying: int | None = None
+) -> bool:
+    """Whether `step` must be copied. A save that is owed, or overdue, is made from the snapshot
+    under way, of step `copying`, if there is one: it asks for no other beside it."""
     return (
         step == ledger.num_steps
-        or owed
         or _divides(policy.snapshot_every, step)
-        or (ledger.durable and _save_due(step, at, ledger, policy))
+        or (ledger.durable and _divides(policy.checkpoint_every, step))
+        or (copying is None and _save_wanted(at, ledger, policy))
     )
 
 
+def _save_wanted(at: float, ledger: Ledger, policy: Policy) -> bool:
+    owed = ledger.save_owed and ledger.saving is None
+    return owed or (ledger.durable and save_overdue(at, ledger, policy))
+
+
 def checkpoint_due(step: int, at: float, ledger: Ledger, policy: Policy) -> bool:
-    return ledger.durable and (ledger.save_owed or _save_due(step, at, ledger, policy))
-
-
-def _save_due(step: int, at: float, ledger: Ledger, policy: Policy) -> bool:
-    return (
+    return ledger.durable and (
         step == ledger.num_steps
+        or ledger.save_owed
         or _divides(policy.checkpoint_every, step)
         or save_overdue(at, ledger, policy)
     )

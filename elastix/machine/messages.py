@@ -232,8 +232,9 @@ class RunStep(Effect):
 
 @dataclass(frozen=True, slots=True)
 class Snapshot(Effect):
-    """Copy the committed state of `step` to the host memory of each slice of the mesh. Answers:
-    Snapshotted, SlicesLost, ProgramFailed, ControllerLost."""
+    """Copy the state of `step`, which is dispatched or committed, to the host memory of each slice
+    of the mesh, while the next steps run. Answered once the step is committed: Snapshotted,
+    SlicesLost, StepStuck, ProgramFailed, ControllerLost."""
 
     step: int
 

@@ -6,6 +6,9 @@ from dataclasses import dataclass
 from math import inf
 from typing import Literal
 
+_LONGEST = 1e9
+"""Seconds; no clock of the system waits for much more."""
+
 
 @dataclass(frozen=True)
 class Policy:
@@ -113,8 +116,9 @@ class Policy:
         self._at_least("patience", 0)
         self._at_least("grace", 0)
         self._at_least("deadline", 0)
-        if not 0 < self.probe_every < inf:
-            raise ValueError(f"policy.probe_every={self.probe_every}: use a time above 0 seconds")
+        self._at_least("probe_every", 0)
+        if not self.probe_every:
+            raise ValueError("policy.probe_every=0: use a time above 0 seconds")
         if self.max_slices is not None and type(self.max_slices) is not int:
             raise ValueError(f"policy.max_slices={self.max_slices!r}: use a whole number, or None")
         if self.max_slices is not None and self.max_slices < self.min_slices:
@@ -135,8 +139,10 @@ class Policy:
         value = getattr(self, field)
         if self.__dataclass_fields__[field].type == "int" and type(value) is not int:
             raise ValueError(f"policy.{field}={value!r}: use a whole number")
-        if not low <= value < inf:
-            raise ValueError(f"policy.{field}={value}: use {low} or more, and a finite number")
+        if not isinstance(value, int | float) or not low <= value < inf:
+            raise ValueError(f"policy.{field}={value!r}: use {low} or more, and a finite number")
+        if value > _LONGEST and self.__dataclass_fields__[field].type == "float":
+            raise ValueError(f"policy.{field}={value!r}: use {_LONGEST:g} seconds at most")
 
     def _one_of(self, field: str, choices: tuple[str, ...]) -> None:
         value = getattr(self, field)

@@ -99,7 +99,7 @@ def start(state: Starting, event: Started, policy: Policy) -> Step:
 
 
 def prepared(state: Restoring, event: Prepared, policy: Policy) -> Step:
-    """The mesh is ready: train from the source's step, once its own snapshot is published."""
+    """The mesh is ready: train from the source's step, of which a snapshot is made meanwhile."""
     ledger, step = state.ledger, state.source.step
     if event.step != step:
         raise ProtocolError(f"step {event.step} was prepared, and {step} was asked for")
@@ -131,10 +131,10 @@ def fall_back(state: Restoring, event: SnapshotMissing | RestoreFailed, policy: 
 
 
 def dispatch(state: Training, event: Dispatched, policy: Policy) -> Step:
-    """The step is in flight; the next may follow, unless its snapshot comes first."""
+    """The step is in flight; the next may follow, once its snapshot is begun if one is due."""
     if state.asked != RunStep(state.ledger.epoch, event.step):
         raise ProtocolError(f"step {event.step} was dispatched, and {state.asked} was asked for")
-    due = snapshot_due(event.step, event.at, state.ledger, policy)
+    due = snapshot_due(event.step, event.at, state.ledger, policy, state.copying)
     owed = event.step if due else None
     state = Training(
         state.ledger,
@@ -146,6 +146,7 @@ def dispatch(state: Training, event: Dispatched, policy: Policy) -> Step:
         owed,
         None,
         state.growth,
+        state.copying,
     )
     return advance(state, event, policy)
 
@@ -158,6 +159,8 @@ def commit(state: Training, event: Committed, policy: Policy) -> Step:
         )
     if not event.finite and policy.on_nonfinite == "fail":
         return Failed(f"the loss or gradient of step {event.step} is not finite"), NONE
+    if state.copying is not None and event.step > state.copying:
+        raise ProtocolError(f"{event} came before the snapshot of step {state.copying}")
     old, step = state.train_state, event.step
     name = TrainStateName(step, old.epoch, old.holders)
     ledger = progressed(state.ledger)
@@ -172,26 +175,30 @@ def commit(state: Training, event: Committed, policy: Policy) -> Step:
         state.owed,
         state.asked,
         state.growth,
+        state.copying,
     )
     return advance(state, event, policy)
 
 
 def publish(state: Training | Finishing, event: Snapshotted, policy: Policy) -> Step:
-    """A newer snapshot exists. The older one is let go when a step commits after it: until then
-    nothing says that the holders of the newer one outlived its publication."""
+    """A newer snapshot exists. An older one that others hold too is let go when a step commits
+    after it: until then nothing says that the holders of the newer one outlived its publication."""
     ledger = state.ledger
-    if event.step != state.train_state.step or event.holders != state.mesh:
-        raise ProtocolError(f"{event} is no snapshot of step {state.train_state.step}")
+    step = state.copying if isinstance(state, Training) else state.train_state.step
+    if event.step != step or event.holders != state.mesh:
+        raise ProtocolError(f"{event} is no snapshot of step {step}")
+    if event.step > state.train_state.step:
+        raise ProtocolError(f"{event} came before the step was committed")
     new = Source(Tier.HOST, event.step, ledger.epoch, event.holders)
-    again = (s for s in ledger.sources if not (s.tier is Tier.HOST and s.step == event.step))
-    ledger = replace(ledger, sources=(*again, new))
+    others = (s for s in ledger.sources if s.tier is not Tier.HOST or s.holders - event.holders)
+    kept = (s for s in others if s.tier is not Tier.HOST or s.step != event.step)
+    ledger = replace(ledger, sources=(*kept, new))
     if isinstance(state, Finishing):
         return conclude(replace(state, ledger=ledger))
     effects: Effects = ()
     if checkpoint_due(event.step, event.at, ledger, policy):
         ledger, effects = save_at(ledger, new, event.at, policy)
-    state = replace(state, ledger=ledger, owed=None, asked=None)
-    nxt, more = advance(state, event, policy)
+    nxt, more = advance(replace(state, ledger=ledger, copying=None), event, policy)
     return nxt, effects + more
 
 

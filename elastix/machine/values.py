@@ -11,7 +11,7 @@ from enum import StrEnum
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from elastix.machine.messages import Evaluate, RunStep, Snapshot
+    from elastix.machine.messages import Evaluate, RunStep
 
 Slices = frozenset[int]
 """A set of slice ids."""
@@ -167,11 +167,14 @@ class Training:
     train_state: TrainStateName
     iterator_state: int
     owed: int | None = None
-    """The dispatched step whose host snapshot must be published before the next one runs."""
-    asked: RunStep | Snapshot | Evaluate | None = None
+    """The dispatched step whose host snapshot must be begun before the next one runs."""
+    asked: RunStep | Evaluate | None = None
     """The effect in the foreground that has not been answered yet: there is at most one."""
     growth: Growth | None = None
     """The mesh to be trained on next, if slices outside are there to be taken back."""
+    copying: int | None = None
+    """The dispatched step whose host snapshot was begun and is not published: at most one. Later
+    steps run meanwhile, and commit after it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -218,15 +218,17 @@ def settle(ledger: Ledger, reason: str | None) -> Step:
 def advance(state: Training, event: Event, policy: Policy) -> Step:
     """Whatever comes next: the owed snapshot, the end, an evaluation, a regrow, or the next step.
 
-    May be called after any event: an effect in the foreground is never asked for twice. A run that
-    is asked to stop, or to leave slices, does not evaluate before: it does so when it goes on.
+    A snapshot is begun before the next step, which may overwrite what it copies, and goes on
+    beside it; whatever ends the epoch waits for it. May be called after any event: an effect in
+    the foreground is never asked for twice. A run that is asked to stop, or to leave slices, does
+    not evaluate before: it does so when it goes on.
     """
     if state.asked:
         return state, NONE
-    drained = state.committed == state.dispatched
-    ledger = state.ledger
     if state.owed is not None:
-        return ask(state, Snapshot(ledger.epoch, state.owed)) if drained else (state, NONE)
+        return begin_snapshot(state, event, policy) if state.copying is None else (state, NONE)
+    drained = state.committed == state.dispatched and state.copying is None
+    ledger = state.ledger
     due = evaluation_due(state.dispatched, ledger, policy)
     ended = state.dispatched >= ledger.num_steps and not due
     if ended or ledger.draining:
@@ -245,6 +247,14 @@ def advance(state: Training, event: Event, policy: Policy) -> Step:
     return run_on(state, policy)
 
 
+def begin_snapshot(state: Training, event: Event, policy: Policy) -> Step:
+    """Have the owed step copied, and go on beside that."""
+    assert state.owed is not None
+    copy = Snapshot(state.ledger.epoch, state.owed)
+    nxt, more = advance(replace(state, copying=state.owed, owed=None), event, policy)
+    return nxt, (copy, *more)
+
+
 def run_on(state: Training, policy: Policy) -> Step:
     """The next step, unless as many as may be are in flight."""
     if state.dispatched - state.committed == policy.inflight:
@@ -252,7 +262,7 @@ def run_on(state: Training, policy: Policy) -> Step:
     return ask(state, RunStep(state.ledger.epoch, state.dispatched + 1))
 
 
-def ask(state: Training, effect: RunStep | Snapshot | Evaluate) -> Step:
+def ask(state: Training, effect: RunStep | Evaluate) -> Step:
     asking = Training(
         state.ledger,
         state.mesh,
@@ -263,6 +273,7 @@ def ask(state: Training, effect: RunStep | Snapshot | Evaluate) -> Step:
         state.owed,
         effect,
         state.growth,
+        state.copying,
     )
     return asking, (effect,)
 

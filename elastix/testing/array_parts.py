@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -114,6 +115,8 @@ class PointedArrays(Arrays):
         self._world = world
         self._compiles_of = TimedCompiles(world)
         self._first: int | None = None
+        self._mesh: Slices = frozenset()
+        """The slices whose snapshot was begun last."""
 
     def compile(self, mesh: Slices) -> bool:
         warming = self._compiles_of.is_making(mesh)
@@ -165,13 +168,24 @@ class PointedArrays(Arrays):
             self._world.pass_time(RESTORE_SECONDS / len(mesh))
         return built
 
-    def snapshot(self, epoch: int, step: int, mesh: Slices) -> None:
-        phases = self._world.step_phases(step, step == self._first)
-        with self._world.within(Phase.SNAPSHOT, *phases):
-            for _ in mesh:
+    def begin_snapshot(self, epoch: int, step: int, mesh: Slices) -> None:
+        with self._copying(step):
+            self._world.point(raises=ERRORS)
+            super().begin_snapshot(epoch, step, mesh)
+            self._mesh = mesh
+
+    def finish_snapshot(self) -> None:
+        assert self.snapshot_begun is not None
+        with self._copying(self.snapshot_begun):
+            for _ in self._mesh:
                 self._world.point(raises=ERRORS)
-                self._world.pass_time(SNAPSHOT_SECONDS / len(mesh))
-            super().snapshot(epoch, step, mesh)
+                self._world.pass_time(SNAPSHOT_SECONDS / len(self._mesh))
+            super().finish_snapshot()
+
+    def _copying(self, step: int) -> AbstractContextManager[None]:
+        return self._world.within(
+            Phase.SNAPSHOT, *self._world.step_phases(step, step == self._first)
+        )
 
 
 class ArrayFeed:

@@ -94,7 +94,7 @@ class _World:
         self._failed: set[int] = set()
         """Slices that failed under what runs now; nothing of it is answered any more."""
         self._running_since: float | None = None
-        """When the step that runs now was begun, if jumps may be made from there."""
+        """When the step that runs now was begun, or will be, if jumps may be made from there."""
         self._saves: list[tuple[float, int]] = []
         """(durable at, step) of checkpoints, in order: the newest durable one and those after."""
         self._failures = self._interruptions = self._transitions = 0
@@ -264,7 +264,10 @@ class _World:
         now, costs = self._now, self._costs
         match effect:
             case RunStep():
-                self._running_since = None if self._failed else now
+                assert isinstance(self._state, Training)
+                copies = self._state.copying is not None  # before the step, on the same devices
+                since = now + copies * costs.snapshot
+                self._running_since = None if self._failed else since
             case Prepare(mesh=mesh, source=source):
                 disk = source.tier is Tier.DISK
                 seconds = costs.disk if disk else costs.move

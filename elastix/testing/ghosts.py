@@ -7,6 +7,7 @@ held is overwritten with poison, so that code which reads it is found out.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from functools import lru_cache
 from typing import Any
 
@@ -53,6 +54,8 @@ class GhostArrays(Arrays):
         self._compiles_of = TimedCompiles(world)
         self._made: Held = {}
         """What is being restored, slice by slice."""
+        self._begun: tuple[int, Held] | None = None
+        """The step whose snapshot was begun, and what each slice has of it."""
         self._first: int | None = None
         world.on_loss.append(self._wipe)
 
@@ -150,22 +153,39 @@ class GhostArrays(Arrays):
         whole, metadata = self._saver.load(source.step)
         return _always(whole), Progress.from_json(metadata["progress"])
 
-    def snapshot(self, epoch: int, step: int, mesh: Slices) -> None:
-        phases = self._world.step_phases(step, step == self._first)
-        with self._world.within(Phase.SNAPSHOT, *phases):
-            held = self._states[epoch, step]
+    def begin_snapshot(self, epoch: int, step: int, mesh: Slices) -> None:
+        with self._copying(step):
+            self._world.point(raises=ERRORS)
+            self._begun = step, {s: self._states[epoch, step][s] for s in sorted(mesh)}
+
+    @property
+    def snapshot_begun(self) -> int | None:
+        return self._begun[0] if self._begun else None
+
+    def give_up_snapshot(self) -> None:
+        self._begun = None
+
+    def finish_snapshot(self) -> None:
+        assert self._begun
+        step, held = self._begun
+        mesh = frozenset(held)
+        with self._copying(step):
             self._backend.wait(held, mesh, self._policy.step_deadline)
-            copies = {}
-            for slice_id in sorted(mesh):
+            for _ in mesh:
                 self._world.point(raises=ERRORS)
                 self._world.pass_time(SNAPSHOT_SECONDS / len(mesh))
-                copies[slice_id] = GhostCopy(step, held[slice_id])
             self._world.point(raises=ERRORS)
             self._require(mesh, "a host snapshot")
-        for slice_id, copy in copies.items():
+        for slice_id, ghost in held.items():
             memory: dict[int, Any] = self._backend.host_memory(slice_id)
-            memory[step] = copy if self._world.alive(slice_id) else GhostCopy(step, POISON)
+            memory[step] = GhostCopy(step, ghost if self._world.alive(slice_id) else POISON)
+        self._begun = None
         self._unpublished.add(step)
+
+    def _copying(self, step: int) -> AbstractContextManager[None]:
+        return self._world.within(
+            Phase.SNAPSHOT, *self._world.step_phases(step, step == self._first)
+        )
 
     # --- what the invariants ask for ----------------------------------------------------------
 
@@ -174,7 +194,8 @@ class GhostArrays(Arrays):
         return self._states.get((epoch, step))
 
     def _wipe(self, slice_id: int) -> None:
-        for held in (*self._states.values(), self._made):
+        copies = self._begun[1] if self._begun else {}
+        for held in (*self._states.values(), self._made, copies):
             if slice_id in held:
                 held[slice_id] = POISON
 

@@ -70,6 +70,8 @@ class World:
         """Slices that came back, and hold nothing until they are admitted."""
         self.died_at: dict[int, int] = {}
         """The tick of each slice's last death."""
+        self.read_at = 0
+        """The tick at which the results of the last committed step had been read."""
         self.disk: dict[int, tuple[Ghost, dict[str, object]]] = {
             step: (expected(step), {}) for step in schedule.on_disk
         }
@@ -164,6 +166,7 @@ class World:
 
     def committed(self, step: int) -> None:
         """A step was committed: faults that were to come after it may."""
+        self.read_at = self.ticks
         due = [f for f in self._later if f.after <= step]
         if due:
             self._visits_at |= {f.after: dict(self._visits) for f in due}
