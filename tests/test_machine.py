@@ -832,6 +832,7 @@ def test_a_step_that_is_not_finite_ends_the_run_unless_the_policy_says_otherwise
         ("inflight", 0, "policy.inflight=0: use 1 or more"),
         ("snapshot_every", 0, "policy.snapshot_every=0"),
         ("probe_every", 0.0, "policy.probe_every=0.0"),
+        ("probe_every", "1", "policy.probe_every='1': use 0 or more"),
         ("patience", -1.0, "policy.patience=-1.0"),
         ("deadline", float("nan"), "policy.deadline=nan"),
         ("lookback", "disk", "policy.lookback='disk': use one of live, host"),

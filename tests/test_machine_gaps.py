@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from dataclasses import replace
 from itertools import pairwise
 
@@ -635,6 +636,10 @@ def test_a_deadline_is_never_so_short_that_healthy_slices_miss_it():
     shares = Policy(deadline=0.0)
     found = [shares.step_deadline, shares.prepare_deadline, shares.probe_deadline]
     assert [*found, shares.save_deadline] == [5.0, 60.0, 1.0, 30.0]
+
+
+def test_a_deadline_is_never_so_long_that_the_system_cannot_wait_for_it():
+    assert 0 < Policy(deadline=1e300).probe_deadline < threading.TIMEOUT_MAX
 
 
 def test_a_committed_step_forgives_the_data_their_failure():
