@@ -72,8 +72,7 @@ class CheckpointReader:
         "checkpoint" holds format_version, step and leaves: path, dtype, shape, bytes, offset and
         crc32 (zlib, of the little-endian C-order bytes) of each. Raises CheckpointError.
         """
-        document = self._document(step)
-        return {**document["metadata"], "checkpoint": document["checkpoint"]}
+        return _with_own(self._document(step))
 
     def load(self, step: int) -> tuple[dict[str, np.ndarray], dict[str, object]]:
         """The leaves by path, sorted, with exact dtype, shape and bits, and the caller's metadata.
@@ -81,15 +80,16 @@ class CheckpointReader:
         Raises CheckpointError naming the first bad leaf, or UnreadableHereError.
         """
         leaves, metadata = self.stream(step)
-        return dict(leaves), metadata
+        return dict(leaves), {k: v for k, v in metadata.items() if k != "checkpoint"}
 
     def stream(self, step: int) -> tuple[Iterator[tuple[str, np.ndarray]], dict[str, object]]:
-        """As `load`, but the leaves are read one by one as they are asked for: (path, values).
+        """As `load`, but the leaves are read one by one as they are asked for: (path, values), and
+        the metadata are those of `metadata`.
 
         Each is verified before it is given, so only who has seen the end has a good checkpoint.
         """
         document = self._document(step)
-        return self._leaves(step, document), document["metadata"]
+        return self._leaves(step, document), _with_own(document)
 
     def _leaves(self, step: int, document: dict) -> Iterator[tuple[str, np.ndarray]]:
         with explained(f"step {step} cannot be read"):
@@ -111,6 +111,10 @@ class CheckpointReader:
         with explained(f"step {step} cannot be read"):
             document = self._folder.document(step)
         return checked(step, document)
+
+
+def _with_own(document: dict) -> dict[str, object]:
+    return {**document["metadata"], "checkpoint": document["checkpoint"]}
 
 
 def _leaf(step: int, row: dict[str, Any], chunks: _Chunks) -> np.ndarray:

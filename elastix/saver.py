@@ -145,8 +145,8 @@ class Saver:
 
     def _load(self, step: int, place: Place) -> tuple[dict[str, Any], dict[str, object]]:
         try:
-            self._refuse_misfit(step)
             leaves, metadata = self._store.stream(step)
+            self._refuse_misfit(step, metadata)
             hashes: Any = metadata.get("leaf_hashes", {})
             placed = {}
             for path, leaf in leaves:
@@ -161,9 +161,9 @@ class Saver:
             self._store.set_aside(step, str(error))
             raise
 
-    def _refuse_misfit(self, step: int) -> None:
+    def _refuse_misfit(self, step: int, metadata: dict[str, Any]) -> None:
         """A good checkpoint is none of this run's if its leaves are others."""
-        own: Any = self._store.metadata(step)["checkpoint"]
+        own = metadata["checkpoint"]
         if differences := self._misfit(own["leaves"]):
             what = f"its train state is not that of the recipe: {differences}"
             raise CheckpointError(f"step {step}: {what}")

@@ -139,7 +139,8 @@ class GhostStore:
             raise CheckpointError(f"the checkpoint of step {step} is damaged, {PLANTED}")
         ghost, metadata = self._world.disk[step]
         known = {"progress": progress_after(step).to_json(), "leaf_hashes": ghost_hashes(ghost)}
-        return iter(to_leaves(ghost).items()), {**known, **metadata}
+        own: dict[str, object] = {"checkpoint": {"leaves": []}}
+        return iter(to_leaves(ghost).items()), {**known, **metadata, **own}
 
     def set_aside(self, step: int, why: str) -> None:
         if self._world.disk.pop(step, None) is None:
@@ -167,6 +168,7 @@ class GhostSaver(Saver):
         self._shapes, self._metadata, self._policy = {}, {}, world.schedule.policy
         self._thread = VirtualThread(world)
         self._store = GhostStore(world, self._thread)
+        self._misfit = lambda rows: None
         self._abandoned, self._due, self._begun, self._hangs = set(), {}, 0, False
         self._ready: deque[Any] = deque()
 
