@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from math import inf
 from typing import Any
 
 import jax
@@ -217,16 +218,17 @@ class Arrays:
         self._snapshot = _Snapshot(step, mesh, {"hashes": hashes}, copying)
 
     @property
-    def snapshot_begun(self) -> int | None:
-        """The step whose snapshot was begun and is neither finished nor given up."""
-        return self._snapshot.step if self._snapshot else None
+    def snapshot_begun(self) -> float:
+        """The step whose snapshot was begun and is neither finished nor given up; `inf` if there
+        is none."""
+        return self._snapshot.step if self._snapshot else inf
 
     def give_up_snapshot(self) -> None:
         """Nobody waits for it any more."""
         self._snapshot = None
 
-    def finish_snapshot(self) -> None:
-        """Wait for the copies that were begun, and keep them.
+    def finish_snapshot(self) -> int:
+        """Wait for the copies that were begun, and keep them; returns their step.
 
         Raises:
             SliceLostError: a slice is not alive after the copy, so that none of them counts.
@@ -241,6 +243,7 @@ class Arrays:
         for slice_id, copy in copies.items():
             self._backend.host_memory(slice_id)[begun.step] = copy
         self._unpublished.add(begun.step)
+        return begun.step
 
     def _hashes(self, hashed: dict[str, Any], mesh: Slices) -> dict[str, str]:
         """The hash of each leaf: each slice computes it of what it holds, and all must agree."""

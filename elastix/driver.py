@@ -138,12 +138,12 @@ class Driver:
             # Before others: the disk may have let go of what an older answer names.
             if saved := self._saver.answer() if self._saver else None:
                 return saved
+            # Before another step is begun: its dispatch may find a slice gone.
+            if self._arrays.snapshot_begun <= self._steps.committed:
+                self._guarded(self._finish_snapshot)
             if told := self._pending.next(self._backend.now()):
                 return told
-            begun = self._arrays.snapshot_begun
-            if begun is not None and begun <= self._steps.committed:
-                self._guarded(self._finish_snapshot, begun)
-            elif self._steps.in_flight:
+            if self._steps.in_flight:
                 self._guarded(self._commit)
             elif self._evaluation:
                 self._guarded(self._evaluate, self._evaluation)
@@ -328,9 +328,9 @@ class Driver:
         self._backend.check(self._mesh)
         self._arrays.begin_snapshot(self._epoch, effect.step, self._mesh)
 
-    def _finish_snapshot(self, step: int) -> None:
-        with naming(f"the host snapshot of step {step}"):
-            self._arrays.finish_snapshot()
+    def _finish_snapshot(self) -> None:
+        with naming(f"the host snapshot of step {self._arrays.snapshot_begun}"):
+            step = self._arrays.finish_snapshot()
         self._emit(Snapshotted, step=step, holders=self._mesh)
 
     def _try(self, effect: Try) -> None:

@@ -344,7 +344,10 @@ DEFECTS = [
     (Parts(saver=BlamesNobody), "an abandoned save is owed"),
     (Parts(driver=DeafDriver), "runs on live slices|the run ends|a failure fits"),
     (Parts(driver=DeadMember), "runs on live|nothing escapes|a failure fits|a restored"),
-    (Parts(arrays=EagerFree), "a named snapshot is kept|nothing dead is done|a failure fits"),
+    (
+        Parts(arrays=EagerFree),
+        "a named snapshot is kept|a snapshot is right|nothing dead is done|a failure fits",
+    ),
     (Parts(arrays=Leak), "memory is bounded"),
     (Parts(driver=HastyDriver), "the end is on disk|nothing dead is done"),
     (Parts(driver=RegrowFromHost), "one meaning|nothing escapes|model and data|live redoes"),

@@ -112,7 +112,8 @@ class Play(Asking):
         if isinstance(self.values[w.machine], Done | Failed):
             return
         self._alike = self.find_alike(w) if self.setting.reduced else 0
-        if w.todo or w.saves or not (w.answers or w.events):
+        copied = bool(w.copying) and bool(w.copying[2] & GOOD)
+        if w.todo or w.saves or copied or not (w.answers or w.events):
             yield from self.happenings(w)
         if w.saves and len(w.answers) == 0:
             yield from self.finish_save(w)
@@ -126,6 +127,8 @@ class Play(Asking):
         yield from self.notices(w)
         if w.answers:
             yield from self.feed("answer", w._replace(answers=w.answers[1:]), w.answers[0])
+        elif copied:
+            yield from self.guarded(w, self.copy(w), "snapshot")
         elif w.events:
             yield from self.feed("event", w._replace(events=w.events[1:]), w.events[0])
         else:
@@ -166,9 +169,7 @@ class Play(Asking):
         if w.compiling:
             ready = self.sets[w.compiling]
             yield "compiled", self.answer(w._replace(compiling=0), Compiled, mesh=ready)
-        if w.copying and w.copying[2] & GOOD:
-            yield from self.guarded(w, self.copy(w), "snapshot")
-        elif w.inflight:
+        if w.inflight:
             yield from self.guarded(w, self.commit(w), "read")
         elif w.evaluating >= 0:
             yield from self.guarded(w, self.evaluate(w), "evaluation")
@@ -421,7 +422,7 @@ class Play(Asking):
         yield "snapshot", w._replace(copying=states[0])
 
     def copy(self, w: World) -> Iterator[Choice]:
-        """A snapshot is finished before the next step is read."""
+        """A snapshot is finished when its step was read, before that is told."""
         _, step, how, whose, odd = w.copying
         w = w._replace(copying=())
         for after in self.checked(w, w.mesh, "snapshot"):

@@ -174,13 +174,12 @@ class PointedArrays(Arrays):
             super().begin_snapshot(epoch, step, mesh)
             self._mesh = mesh
 
-    def finish_snapshot(self) -> None:
-        assert self.snapshot_begun is not None
-        with self._copying(self.snapshot_begun):
+    def finish_snapshot(self) -> int:
+        with self._copying(int(self.snapshot_begun)):
             for _ in self._mesh:
                 self._world.point(raises=ERRORS)
                 self._world.pass_time(SNAPSHOT_SECONDS / len(self._mesh))
-            super().finish_snapshot()
+            return super().finish_snapshot()
 
     def _copying(self, step: int) -> AbstractContextManager[None]:
         return self._world.within(

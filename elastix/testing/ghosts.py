@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import lru_cache
+from math import inf
 from typing import Any
 
 import numpy as np
@@ -159,13 +160,13 @@ class GhostArrays(Arrays):
             self._begun = step, {s: self._states[epoch, step][s] for s in sorted(mesh)}
 
     @property
-    def snapshot_begun(self) -> int | None:
-        return self._begun[0] if self._begun else None
+    def snapshot_begun(self) -> float:
+        return self._begun[0] if self._begun else inf
 
     def give_up_snapshot(self) -> None:
         self._begun = None
 
-    def finish_snapshot(self) -> None:
+    def finish_snapshot(self) -> int:
         assert self._begun
         step, held = self._begun
         mesh = frozenset(held)
@@ -181,6 +182,7 @@ class GhostArrays(Arrays):
             memory[step] = GhostCopy(step, ghost if self._world.alive(slice_id) else POISON)
         self._begun = None
         self._unpublished.add(step)
+        return step
 
     def _copying(self, step: int) -> AbstractContextManager[None]:
         return self._world.within(
