@@ -68,7 +68,7 @@ class _Fold:
             self._begin(event["pid"], at)
         else:
             at = max(at, self._at)  # a save may have ended before what was noted before it
-            self._charge(at - self._at)
+            self._charge(at - self._at, event["type"])
             self._settle(event, row["state"]["type"])
         self._at, self._state = at, row["state"]
 
@@ -86,23 +86,23 @@ class _Fold:
             self._add("starting", at)
         self._pid, self._restoring = pid, 0.0
 
-    def _charge(self, seconds: float) -> None:
-        """What passed in the state of the row before."""
+    def _charge(self, seconds: float, ended_by: str) -> None:
+        """What passed in the state of the row before, until an event of this type."""
         match self._state["type"]:
             case "Training":
-                self._train(seconds)
+                self._train(seconds, ended_by)
             case "Restoring":
                 self._restoring += seconds
                 self._add("restoring", seconds)
             case name:
                 self._add(_BUCKET_OF_STATE[name], seconds)
 
-    def _train(self, seconds: float) -> None:
-        asked, copying = self._state["asked"], self._state["copying"]
-        if asked and asked["type"] == "Evaluate":
+    def _train(self, seconds: float, ended_by: str) -> None:
+        asked = self._state["asked"]
+        if ended_by == "Snapshotted":
+            self._add("snapshots", seconds)  # it is waited for as soon as its step is read
+        elif asked and asked["type"] == "Evaluate":
             self._add("evaluating", seconds)
-        elif asked is None and copying is not None and copying <= self._state["committed"]:
-            self._add("snapshots", seconds)  # which is waited for before the next step is read
         else:
             self._pending += seconds
 

@@ -157,7 +157,7 @@ def test_a_grave_mutant_dies_and_one_that_changes_nothing_lives():
 
 
 def test_a_few_mutants_die_or_have_a_reason():
-    code, out = mutants("--sample", "12", "--through", "seeds")
+    code, out = mutants("--sample", "8", "--through", "seeds")
     assert "killed" in out and "NO REASON" not in out, out
 
 

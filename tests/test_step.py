@@ -69,7 +69,7 @@ FEWER = [[0, 1, 2, 3], [1, 2, 3], [1, 3], [2]]
 """Four slices, three, two and one. Whoever tests one recipe on them compiles it once."""
 
 
-@pytest.mark.parametrize("num_replicas", [12, 4, 6])
+@pytest.mark.parametrize("num_replicas", [12, 6, pytest.param(4, marks=pytest.mark.soak)])
 def test_any_slices_give_the_same_bits(num_replicas):
     program, batches = program_of(replace(recipe(), num_replicas=num_replicas))
     results = [train_steps(program, batches, frozenset(s)) for s in (*FEWER, [0, 2, 3])]
@@ -103,7 +103,10 @@ def masked_loss(model, batch, keys):
 
 @pytest.mark.parametrize(
     ("num_replicas", "master", "microbatches", "devices"),
-    [(12, "float32", 1, 2), (5, "float32", 2, 1), (5, "bfloat16", 1, 2), (12, "bfloat16", 2, 1)],
+    [
+        *((12, "float32", 1, 2), (5, "float32", 2, 1), (5, "bfloat16", 1, 2)),
+        pytest.param(12, "bfloat16", 2, 1, marks=pytest.mark.soak),
+    ],
 )
 def test_narrow_arithmetic_uneven_masks_and_clipping_give_the_same_bits(
     num_replicas, master, microbatches, devices

@@ -71,7 +71,7 @@ def assert_found(tmp_path, status: int, out: str, err: str, told: list[str]) -> 
     ],
 )
 def test_a_planted_defect_is_found(verify, tmp_path, recipe, told):
-    assert_found(tmp_path, *verify(recipe, *ONE_LOSS), told)
+    assert_found(tmp_path, *verify(recipe, *ONE_LOSS, "--slices", "2"), told)
 
 
 def test_memory_of_dead_slices_is_found(cache, tmp_path):
