@@ -449,6 +449,23 @@ def test_no_step_is_committed_before_the_snapshot_of_the_one_before_it_is_publis
         on(training(50, 52, copying=50), Committed, step=51)
 
 
+EACH = replace(POLICY, snapshot_every=1, inflight=2)
+
+
+def test_a_snapshot_waits_until_an_older_one_that_others_hold_too_is_let_go():
+    """Else a slice would hold two, with one under way."""
+    kept = ledger(sources=(SEED, host(40, slices(0, 1, 2, 3, 4)), host(50)))
+    state = training(51, 52, ledger=kept, asked=RunStep(EPOCH, 53))
+    state, effects = on(state, Dispatched, EACH, step=53)
+    assert (state.copying, state.owed, effects) == (None, 53, ())
+    state, effects = on(state, Committed, EACH, step=52)
+    assert effects == (Snapshot(EPOCH, 53), RunStep(EPOCH, 54)) and state.owed is None
+    # Nothing is in flight whose commit could be waited for.
+    drained = training(52, 52, ledger=kept, owed=52, copying=None)
+    state, effects = on(drained, Evaluated, EACH, step=52)
+    assert effects[0] == Snapshot(EPOCH, 52) and state.copying == 52
+
+
 @pytest.mark.parametrize(
     ("older", "kept"),
     [

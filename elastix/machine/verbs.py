@@ -226,7 +226,7 @@ def advance(state: Training, event: Event, policy: Policy) -> Step:
     if state.asked:
         return state, NONE
     if state.owed is not None:
-        return begin_snapshot(state, event, policy) if state.copying is None else (state, NONE)
+        return begin_snapshot(state, event, policy) if has_room(state) else (state, NONE)
     drained = state.committed == state.dispatched and state.copying is None
     ledger = state.ledger
     due = evaluation_due(state.dispatched, ledger, policy)
@@ -245,6 +245,15 @@ def advance(state: Training, event: Event, policy: Policy) -> Step:
         nxt, more = run_on(state, policy)
         return nxt, effects + more
     return run_on(state, policy)
+
+
+def has_room(state: Training) -> bool:
+    """Whether a snapshot may be begun: one is under way at a time, and while an older one is kept
+    until a step is committed, the newest waits for that too, if there is one to wait for."""
+    if state.copying is not None:
+        return False
+    held = sum(source.tier is Tier.HOST for source in state.ledger.sources)
+    return held < 2 or state.committed == state.dispatched
 
 
 def begin_snapshot(state: Training, event: Event, policy: Policy) -> Step:
