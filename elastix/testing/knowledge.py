@@ -97,8 +97,9 @@ class Knowledge:
                 self.lost -= before.mesh
                 self._committed_at = self._world.ticks
             case Committed():
-                self._committed_at = self._world.ticks
-                self.harm_at_commit = self._world.harm - self._world.unnoticed()
+                # It is heard later than it is read: its snapshot is finished in between.
+                self._committed_at = self._world.read_at
+                self.harm_at_commit = self._world.harm_at_read
             case Snapshotted():
                 self.published = event.step, event.holders, self._committed_at
         if isinstance(after, Training | Finishing | Starting | Done | Failed):

@@ -72,6 +72,8 @@ class World:
         """The tick of each slice's last death."""
         self.read_at = 0
         """The tick at which the results of the last committed step had been read."""
+        self.harm_at_read = 0
+        """The harm that was noticed by then."""
         self.disk: dict[int, tuple[Ghost, dict[str, object]]] = {
             step: (expected(step), {}) for step in schedule.on_disk
         }
@@ -166,7 +168,7 @@ class World:
 
     def committed(self, step: int) -> None:
         """A step was committed: faults that were to come after it may."""
-        self.read_at = self.ticks
+        self.read_at, self.harm_at_read = self.ticks, self.harm - self.unnoticed()
         due = [f for f in self._later if f.after <= step]
         if due:
             self._visits_at |= {f.after: dict(self._visits) for f in due}
