@@ -285,8 +285,7 @@ class Driver:
         """One more batch: between two, notices and finished saves are heard."""
         assert self._evaluations
         step = evaluation.step
-        batch = self._batch(self._evaluations.feed, evaluation.done, step)
-        if batch is None:
+        if (batch := self._batch(self._evaluations.feed, evaluation.done, step)) is None:
             return
         self._backend.check(self._mesh)
         sums = self._arrays.evaluate(self._epoch, step, self._mesh, batch)
@@ -326,7 +325,8 @@ class Driver:
 
     def _begin_snapshot(self, effect: Snapshot) -> None:
         self._backend.check(self._mesh)
-        self._arrays.begin_snapshot(self._epoch, effect.step, self._mesh)
+        with naming(f"the host snapshot of step {effect.step}"):
+            self._arrays.begin_snapshot(self._epoch, effect.step, self._mesh)
 
     def _finish_snapshot(self) -> None:
         with naming(f"the host snapshot of step {self._arrays.snapshot_begun}"):

@@ -261,10 +261,12 @@ class Recipe:
             ValueError: the data state more than the model; or they cannot be opened.
         """
         known = getattr(self.model, "vocab_size", None)
+        if known is None:
+            return
         evaluated = (("eval_data", self.eval_data),) if self.policy.eval_every else ()
         for name, data in (("data", self.data), *evaluated):
-            ids = getattr(data, "vocab_size", None) if known is not None else None
-            if known is not None and ids is not None and ids > known:
+            ids = getattr(data, "vocab_size", None)
+            if ids is not None and ids > known:
                 raise ValueError(
                     f"model.vocab_size={known} is less than {name}.vocab_size={ids}, the token ids "
                     f"that there may be: use a model of {ids} or more, or data of fewer"

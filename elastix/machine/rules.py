@@ -190,8 +190,8 @@ def publish(state: Training | Finishing, event: Snapshotted, policy: Policy) -> 
     if event.step > state.train_state.step:
         raise ProtocolError(f"{event} came before the step was committed")
     new = Source(Tier.HOST, event.step, ledger.epoch, event.holders)
-    others = (s for s in ledger.sources if s.tier is not Tier.HOST or s.holders - event.holders)
-    kept = (s for s in others if s.tier is not Tier.HOST or s.step != event.step)
+    others = lambda s: s.step != event.step and s.holders - event.holders  # noqa: E731
+    kept = (s for s in ledger.sources if s.tier is not Tier.HOST or others(s))
     ledger = replace(ledger, sources=(*kept, new))
     if isinstance(state, Finishing):
         return conclude(replace(state, ledger=ledger))
